@@ -3,7 +3,7 @@
     python benchmarks/bursts.py ../shared/data/traces/azure2023_conv.csv.gz ...  [--times 2]
 
 The rate is a moving mean over a window, beside its median over the trace. A burst is a stay above halfway between the median
-and ``times`` the median that reaches ``times`` the median. A line a trace and window: bursts an hour, the median and the longest
+and ``times`` the median that reaches ``times`` the median. A line a trace and window: bursts an hour, their median and longest
 length in seconds. Bursts have no length of their own where it grows with the window.
 """
 

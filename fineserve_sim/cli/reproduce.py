@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -28,6 +28,14 @@ QuickOption = Annotated[bool, typer.Option("--quick", help="Use the short versio
 MarkdownOption = Annotated[
     Path | None,
     typer.Option("--markdown", metavar="FILE", help="Put the ledger into a Markdown file.", show_default=False),
+]
+ReadingsOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Decide the claims under every open reading, too. Verdicts go to this CSV file; what is there is not run again.",
+        show_default=False,
+    ),
 ]
 ClaimsFileOption = Annotated[
     Path | None,
@@ -54,6 +62,7 @@ def reproduce(
     quick: QuickOption = False,
     jobs: JobsOption = None,
     executor: ExecutorOption = "local",
+    readings: ReadingsOption = None,
     markdown: MarkdownOption = None,
     claims_file: ClaimsFileOption = None,
     experiments: ExperimentsOption = Path("experiments"),
@@ -69,6 +78,7 @@ def reproduce(
     with interruptible():
         from fineserve_sim.experiment.reproduce import chosen, load_all, read_ledger, targets
         from fineserve_sim.experiment.reproduce import reproduce as decide
+        from fineserve_sim.experiment.reproduce.readings import sweep
         from fineserve_sim.experiment.reproduce.text import as_json as data_of
         from fineserve_sim.experiment.reproduce.text import check_markdown, ledger, write_markdown
         from fineserve_sim.experiment.run.executors import executor_of
@@ -82,13 +92,15 @@ def reproduce(
         folder = out or Path("results") / ("reproduce-quick" if quick else "reproduce")
         loaded = load_all(experiments, quick)
         with executor_of(executor, jobs) as where, progress_bar() as advance:
-            rows = decide(wanted, loaded, folder, executor=where, on_progress=advance)
+            how: Any = {"executor": where, "on_progress": advance}
+            verdicts = sweep(wanted, loaded, folder, readings, **how) if readings else None
+            rows = decide(wanted, loaded, folder, **how)
         if as_json:
-            print_json(data_of(rows))
+            print_json(data_of(rows, verdicts))
         else:
-            console().print(ledger(rows))
+            console().print(ledger(rows, verdicts))
         if markdown:
-            write_markdown(rows, markdown)
+            write_markdown(rows, markdown, verdicts)
         failed = dict.fromkeys(row.reason for row in rows if row.failed)
         typer.echo("".join(f"fineserve-sim: {reason}\n" for reason in failed), nl=False, err=True)
         raise typer.Exit(1 if failed else 0)

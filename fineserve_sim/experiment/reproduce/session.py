@@ -89,6 +89,11 @@ def reproduce(
     return [deciders.row(target, results) for target in targets]
 
 
+def needs(target: Target, experiments: Experiments) -> frozenset[str]:
+    """The experiments, by name, whose results decide the target."""
+    return frozenset(_Deciders([target], experiments).needed)
+
+
 class _Progress:
     """Simulations of several experiments as one count."""
 

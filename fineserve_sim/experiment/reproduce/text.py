@@ -15,6 +15,7 @@ from rich.text import Text
 
 from fineserve_sim.experiment.reproduce.judge import VERDICTS, Quantity
 from fineserve_sim.experiment.reproduce.ledger import HOLDS, Expected, LedgerError, Target, denominator
+from fineserve_sim.experiment.reproduce.readings import Verdicts, moves, under
 from fineserve_sim.experiment.reproduce.session import Row
 from fineserve_sim.experiment.run.files import atomic
 from fineserve_sim.experiment.show.labels import interval, number
@@ -73,12 +74,22 @@ def _summary(rows: Sequence[Row]) -> str:
     return f"{len(rows)} claims: {counted(rows)}{ratio}"
 
 
-def ledger(rows: Sequence[Row]) -> Group:
-    """The terminal's view: a table a paper, then the inputs, then the counts."""
+def ledger(rows: Sequence[Row], verdicts: Verdicts | None = None) -> Group:
+    """The terminal's view: a table a paper, then the inputs, then the counts. ``verdicts``: under other readings."""
     parts: list[RenderableType] = []
     for title, members in _sections(rows):
         parts += [Text(title, style="bold"), _table(members)]
-    return Group(*parts, Text(_summary(rows), style="bold"))
+    lines = [_summary(rows), *([_readings(rows, verdicts)] if verdicts else [])]
+    return Group(*parts, *(Text(line, style="bold") for line in lines))
+
+
+def _readings(rows: Sequence[Row], verdicts: Verdicts) -> str:
+    """How many claims of the fixed list are reproduced under which readings."""
+    counts = Counter(under(row, verdicts) for row in rows if row.target.id in denominator())
+    return (
+        ", ".join(f"{counts[which]} reproduced under {which}" for which in ("every", "some", "none"))
+        + " of the readings"
+    )
 
 
 def _sections(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
@@ -100,8 +111,8 @@ def _table(rows: Sequence[Row]) -> Table:
     return table
 
 
-def as_json(rows: Sequence[Row]) -> dict[str, Any]:
-    """The ledger as data: counts, and an entry a claim."""
+def as_json(rows: Sequence[Row], verdicts: Verdicts | None = None) -> dict[str, Any]:
+    """The ledger as data: counts, and an entry a claim, with the readings under which it is reproduced where they were run."""
     claims = [row for row in rows if row.target.role == "claim"]
     return {
         "counts": {
@@ -109,7 +120,7 @@ def as_json(rows: Sequence[Row]) -> dict[str, Any]:
         },
         "fixed_list": dict(zip(("reproduced", "claims"), share(rows), strict=True)),
         "inputs": sum(row.target.role != "claim" for row in rows),
-        "claims": [_entry(row) for row in rows],
+        "claims": [_entry(row) | ({"under": under(row, verdicts)} if verdicts else {}) for row in rows],
     }
 
 
@@ -147,15 +158,16 @@ def check_markdown(path: Path) -> None:
     _around(path)
 
 
-def write_markdown(rows: Sequence[Row], path: Path) -> None:
+def write_markdown(rows: Sequence[Row], path: Path, verdicts: Verdicts | None = None) -> None:
     """Put the ledger between the two lines of a Markdown file that are made for it. Raises LedgerError without them.
+    ``verdicts``: under other readings, for a column of their own.
 
     Pages in a folder of the file's name (``reproduction/prism.md`` beside ``reproduction.md``) are linked from their papers.
     """
     head, tail = _around(path)
     pages = {page.stem: f"{path.stem}/{page.name}" for page in path.with_suffix("").glob("*.md")}
     with atomic(path) as temporary:
-        temporary.write_text("\n".join([head, "", *_markdown(rows, pages), tail]), encoding="utf-8")
+        temporary.write_text("\n".join([head, "", *_markdown(rows, pages, verdicts or {}), tail]), encoding="utf-8")
 
 
 def _around(path: Path) -> tuple[str, str]:
@@ -173,17 +185,25 @@ def _around(path: Path) -> tuple[str, str]:
     return head + BEGIN, END + tail
 
 
-def _markdown(rows: Sequence[Row], pages: Mapping[str, str]) -> Iterator[str]:
-    yield f"{_summary(rows)}."
+def _markdown(rows: Sequence[Row], pages: Mapping[str, str], verdicts: Verdicts) -> Iterator[str]:
+    yield f"{_summary(rows)}{f'; {_readings(rows, verdicts)}' if verdicts else ''}."
     for title, members in _sections(rows):
         yield f"\n### {title}\n"
         page = pages.get(title.partition("/")[0].lower())
         if page:
             yield f"Reasons and ablations: [{page}]({page}).\n"
-        yield "| claim | what | paper | ours | verdict | by |"
-        yield "|---|---|---|---|---|---|"
+        yield f"| claim | what | paper | ours | verdict | {'reproduced under | ' if verdicts else ''}by |"
+        yield f"|---|---|---|---|---|---|{'---|' if verdicts else ''}"
         for row in members:
             target = row.target
-            cells = (target.id, target.what, expected(target), ours(row) or row.reason, row.verdict, row.by)
+            readings = (_told(row, verdicts),) if verdicts else ()
+            cells = (target.id, target.what, expected(target), ours(row) or row.reason, row.verdict, *readings, row.by)
             yield "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
     yield ""
+
+
+def _told(row: Row, verdicts: Verdicts) -> str:
+    """Under which readings a claim is reproduced; where some decide it, which ones change the verdict."""
+    which = under(row, verdicts)
+    deciding = ", ".join(f"`{reading}`" for reading in moves(row, verdicts))
+    return f"some ({'not ' if row.verdict == 'reproduced' else ''}{deciding})" if which == "some" else which

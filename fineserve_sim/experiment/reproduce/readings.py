@@ -1,0 +1,128 @@
+"""What becomes of the claims when a paper is read in another way.
+
+Papers leave options of their policies open; ``systems/readings.yaml`` lists each with the values that its text allows. A sweep
+takes one value at a time, gives it to every system that has the default there, runs the experiments that have such a system,
+and decides their claims again. A claim is then reproduced under every reading, under some, or under none. That says more than
+one verdict, whose reading was a choice.
+
+The sweep is of one reading at a time: what two of them do together is not seen.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+from fineserve_sim.experiment.file.plan import Experiment
+from fineserve_sim.experiment.reproduce.ledger import LedgerError, Target
+from fineserve_sim.experiment.reproduce.session import Experiments, Row, needs, reproduce
+from fineserve_sim.experiment.run.executor import Executor
+from fineserve_sim.experiment.run.files import atomic
+from fineserve_sim.experiment.run.runner import OnProgress
+from fineserve_sim.systems import OpenReading, SystemSpec, open_readings
+
+COLUMNS = ("option", "value", "claim", "verdict")
+Under = Literal["every", "some", "none"]
+Verdicts = dict[tuple[str, str], dict[str, str]]
+"""By option and value, the verdict on each claim that the reading touches."""
+
+
+def sweep(
+    targets: Sequence[Target],
+    experiments: Experiments,
+    out: Path,
+    found: Path,
+    *,
+    jobs: int | None = None,
+    executor: Executor | None = None,
+    on_progress: OnProgress | None = None,
+) -> Verdicts:
+    """Decide the targets under every reading but the defaults. ``found`` is a CSV file: readings in it are not run again, and
+    each new one is added as it is done. Simulations are kept below ``out``, and ``summary.json`` there is of the last reading.
+
+    Raises LedgerError for a file that is none of ours; otherwise as ``reproduce``.
+    """
+    known = read(found)
+    needed = {target.id: needs(target, experiments) for target in targets}
+    for reading, value in _alternatives():
+        key = reading.option, str(value)
+        changed = {name: read_as(each, reading, value) for name, each in experiments.readable.items()}
+        moved = {name for name, each in changed.items() if each is not experiments.readable[name]}
+        touched = [target for target in targets if needed[target.id] & moved]
+        if key in known or not touched:
+            continue
+        rows = reproduce(
+            touched,
+            Experiments(changed, experiments.broken),
+            out,
+            jobs=jobs,
+            executor=executor,
+            on_progress=on_progress,
+        )
+        known[key] = {row.target.id: row.verdict for row in rows}
+        _write(known, found)
+    return known
+
+
+def _alternatives() -> Iterator[tuple[OpenReading, Any]]:
+    return ((reading, value) for reading in open_readings() for value in reading.values[1:])
+
+
+def read_as(experiment: Experiment, reading: OpenReading, value: Any) -> Experiment:
+    """The experiment with ``value`` in every system that has the reading's default; itself, if no system of its sweeps has."""
+    named = {point.system for point in experiment.points}
+    setups = {
+        key: replace(setup, systems={name: _read_as(system, reading, value) for name, system in setup.systems.items()})
+        for key, setup in experiment.setups.items()
+    }
+    changed = any(
+        setups[key].systems[name] != setup.systems[name] for key, setup in experiment.setups.items() for name in named
+    )
+    return replace(experiment, setups=setups) if changed else experiment
+
+
+def _read_as(system: SystemSpec, reading: OpenReading, value: Any) -> SystemSpec:
+    axis, name, option = reading.option.split(".")
+    policy = getattr(system, axis)
+    if policy is None or policy.policy != name or getattr(policy, option) != reading.values[0]:
+        return system
+    return system.model_copy(update={axis: policy.model_copy(update={option: value})})
+
+
+def under(row: Row, verdicts: Verdicts) -> Under:
+    """Under which readings the claim is reproduced: the default, which ``row`` has, and each one of ``verdicts``."""
+    seen = {row.verdict, *(found[row.target.id] for found in verdicts.values() if row.target.id in found)}
+    if "reproduced" not in seen:
+        return "none"
+    return "every" if len(seen) == 1 else "some"
+
+
+def moves(row: Row, verdicts: Verdicts) -> list[str]:
+    """The readings, as ``option=value``, under which a claim gets or loses *reproduced*."""
+    is_out = row.verdict != "reproduced"
+    found = {key: each[row.target.id] for key, each in verdicts.items() if row.target.id in each}
+    return [f"{option}={value}" for (option, value), each in found.items() if (each != "reproduced") != is_out]
+
+
+def read(path: Path) -> Verdicts:
+    """The verdicts in a file of ``sweep``; none where there is no file. Raises LedgerError for a file that is none of ours."""
+    known: Verdicts = {}
+    if not path.exists():
+        return known
+    with path.open(newline="", encoding="utf-8") as lines:
+        rows = csv.DictReader(lines)
+        if tuple(rows.fieldnames or ()) != COLUMNS:
+            raise LedgerError(f"{path}: expected a CSV file with the columns {', '.join(COLUMNS)}")
+        for row in rows:
+            known.setdefault((row["option"], row["value"]), {})[row["claim"]] = row["verdict"]
+    return known
+
+
+def _write(verdicts: Mapping[tuple[str, str], Mapping[str, str]], path: Path) -> None:
+    with atomic(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as lines:
+        rows = csv.writer(lines, lineterminator="\n")
+        rows.writerow(COLUMNS)
+        rows.writerows((*key, claim, verdict) for key, found in verdicts.items() for claim, verdict in found.items())
