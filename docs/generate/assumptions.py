@@ -23,7 +23,7 @@ ENGINE_REASONS = {
         "CUDA graphs and no other host time; our figures set the generation that a paper names or must have had: "
         "`vllm-v1-eager` (FineServe), `sglang-0.5` (Prism), `vllm-v1` (KunServe), `vllm-0.5` (vTensor)"
     ),
-    "batching": "vLLM's, which all engines of our figures have; `sglang` is for Prism's, which ran on SGLang",
+    "batching": "vLLM's; Prism's figures have `sglang`, on which Prism ran (section 7.1)",
     "contention": "cheaper, and [the same result](../fidelity.md#contention)",
     "latency": "measured tables where they ship for the GPU (h100-sxm), rooflines elsewhere",
     "step_times": (
@@ -31,6 +31,7 @@ ENGINE_REASONS = {
         "([probes](../probes.md#an-engines-steps-as-a-step-model))"
     ),
     "step_time_factor": "as predicted; `--margin` sets it",
+    "static_part": "vLLM's accounting; SGLang's for one model a GPU",
 }
 
 

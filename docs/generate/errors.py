@@ -6,7 +6,6 @@ import csv
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from math import nan
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -23,7 +22,6 @@ COUNTS = {"tp", "n"}
 SET_COLUMNS = (
     "set", "engine", "model", "TP", "rows", "TTFT median", "p90", "bias", "TPOT median", "p90", "bias", "requests/s median"
 )  # fmt: skip
-OWN_COLUMNS = ("set", "engine", "model", "TP", "rows", "TPOT own", "TPOT scaled", "TTFT own", "TTFT scaled")
 CAP_COLUMNS = ("model", "TP", "phase", "", "rows", "median", "p90", "bias")
 SHARE_COLUMNS = ("label", "requests", "measured", "scaled", "own")
 PAIR_COLUMNS = ("source", "GPU", "mode", "engines", "workload", "beside", "metric", "error %", "fitted")
@@ -111,39 +109,13 @@ def _rows(name: str) -> list[ErrorRow]:
     return [ErrorRow(**_typed(row)) for row in read(name)]  # type: ignore[arg-type]
 
 
-def all_sets() -> str:
-    """A row a set, without engines on a part of a GPU's SMs, of which docs/data/errors.csv has a row each."""
-    return error_table(row for row in rows() if "% SMs" not in row.set or "100% SMs" in row.set)
-
-
 def error_table(found: Iterable[ErrorRow]) -> str:
     """A row a set: errors in %, a dash where nothing was measured."""
     return table(SET_COLUMNS, map(_set_cells, found), right=SET_COLUMNS[3:])
 
 
-def own_tables() -> str:
-    """Sets of GPUs that have tables: a row a set with the errors by these, and by the H100's scaled; then the medians."""
-    scaled = {_key(row): row for row in rows()}
-    pairs = [(row, scaled[_key(row)]) for row in _rows("own_errors.csv")]
-    cells = [
-        (row.set, row.backend, _model(row), row.tp, row.n, *map(_percent, _both(row, other))) for row, other in pairs
-    ]
-    medians = [median(column) for column in zip(*(_both(*pair) for pair in pairs), strict=True)]
-    cells.append(("median over the sets", "", "", "", sum(row.n for row, _ in pairs), *map(_percent, medians)))
-    return table(OWN_COLUMNS, cells, right=OWN_COLUMNS[3:])
-
-
 def _model(row: ErrorRow) -> str:
     return f"{row.model.rsplit('/', 1)[-1]} {row.precision}"
-
-
-def _key(row: ErrorRow) -> tuple[object, ...]:
-    return row.set, row.backend, row.model, row.precision, row.tp
-
-
-def _both(own: ErrorRow, scaled: ErrorRow) -> tuple[float, ...]:
-    found = (own.tpot_median_abs, scaled.tpot_median_abs, own.ttft_median_abs, scaled.ttft_median_abs)
-    return tuple(nan if one is None else one for one in found)
 
 
 def _set_cells(row: ErrorRow) -> tuple[object, ...]:

@@ -125,29 +125,6 @@ def covered() -> str:
     return table(headers, cells, right=headers[3:])
 
 
-def bands() -> str:
-    """The bands that ship."""
-    headers = (
-        "step times",
-        "moment",
-        "engine",
-        "a GPU's engines",
-        "load",
-        "layers",
-        "sets",
-        "rows",
-        "median error %",
-        "low",
-        "high",
-    )
-    cells = [
-        (_tables(of.tables), of.moment.upper(), of.engine, of.sharing, of.load, of.layers, one.sets, one.rows,
-         _percent(one.median), f"{one.low:.2f}", f"{one.high:.2f}")
-        for one in learn(observed()) if (of := one.of)
-    ]  # fmt: skip
-    return table(headers, cells, right=headers[6:])
-
-
 class _SetScore(NamedTuple):
     """One set under one kind of step times: ratios by moment, and the shares inside bands that were learnt without it."""
 

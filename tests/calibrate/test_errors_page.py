@@ -1,4 +1,4 @@
-"""docs/reference/errors.md holds what the commands print: the sets that take seconds, and the laws of sharing."""
+"""The scorecard and docs/data hold what the commands print: the sets that take seconds, and the laws of sharing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from docs.generate.errors import cap_table, error_table, read, rows
 from docs.generate.measure import MAKE_STEP, OWN_STEP, errors_of, pairs_of
 
 DATA = Path(__file__).parents[3] / "shared" / "data"
-PAGE = Path(__file__).parents[2] / "docs" / "reference" / "errors.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "scorecard.md"
 FIDELITY = " ".join((Path(__file__).parents[2] / "docs" / "fidelity.md").read_text(encoding="utf-8").split())
 PRECISIONS = ("W16A16", "W8A8KV8", "W4A16")
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="the shared/ folder with the measurements is absent")
@@ -41,7 +41,6 @@ def page() -> list[str]:
 @needs_data
 @pytest.mark.parametrize("name", QUICK)
 def test_rows_of_measured_sets(name: str) -> None:
-    """The page has those of whole GPUs, ``docs/data/errors.csv`` all of them."""
     kept = error_table(rows()).splitlines()
     for line in error_table(error_rows(predict_set(read_set(DATA / "e2e" / name, MAKE_STEP), MAKE_STEP))).splitlines():
         assert line in kept

@@ -1,8 +1,8 @@
 """What becomes of the claims when a paper is read in another way.
 
 Papers leave options of their policies open; ``systems/readings.yaml`` lists each with the values that its text allows. A sweep
-takes one value at a time, gives it to every system that has the default there, runs the experiments that have such a system,
-and decides their claims again. A claim is then reproduced under every reading, under some, or under none. That says more than
+takes one value at a time and gives it to every system that has the default there. It runs the experiments that have such a
+system and decides their claims again. A claim is then reproduced under every reading, under some, or under none. That says more than
 one verdict, whose reading was a choice.
 
 The sweep is of one reading at a time: what two of them do together is not seen.
