@@ -2,8 +2,8 @@
 
 Papers leave options of their policies open; ``systems/readings.yaml`` lists each with the values that its text allows. A sweep
 takes one value at a time and gives it to every system that has the default there. It runs the experiments that have such a
-system and decides their claims again. A claim is then reproduced under every reading, under some, or under none. That says more than
-one verdict, whose reading was a choice.
+system and decides their claims again. A claim is then reproduced under every reading, under some, or under none. That says more
+than one verdict, whose reading was a choice.
 
 The sweep is of one reading at a time: what two of them do together is not seen.
 """
