@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fineserve_sim.experiment.reproduce import LedgerError, Row, load_all, reproduce, targets
-from fineserve_sim.experiment.reproduce.readings import moves, read, read_as, sweep, under
+from fineserve_sim.experiment.reproduce.readings import DEFAULT, moves, read, read_as, sweep, under
 from fineserve_sim.experiment.reproduce.text import BEGIN, END, as_json, write_markdown
 from fineserve_sim.systems import OpenReading, open_readings
 
@@ -58,7 +58,8 @@ def test_each_reading_is_run_once_and_kept(experiments, tmp_path: Path, monkeypa
     monkeypatch.setattr("fineserve_sim.experiment.reproduce.readings.open_readings", lambda: (SCORE,))
     found = tmp_path / "readings.csv"
     first = sweep([CLAIM], experiments, tmp_path / "out", found, jobs=1)
-    assert list(first) == [("placement.fineserve.score", "exact")] and set(first.popitem()[1]) == {"FS-10c"}
+    assert list(first) == [DEFAULT, ("placement.fineserve.score", "exact")]
+    assert all(set(verdicts) == {"FS-10c"} for verdicts in first.values())
     assert (tmp_path / "out" / "small" / "summary.json").exists()
     found.write_text(found.read_text(encoding="utf-8").replace("not reproduced", "reproduced"), encoding="utf-8")
     again = sweep([CLAIM], experiments, tmp_path / "other", found, jobs=1)
@@ -89,14 +90,16 @@ def test_under_which_readings_a_claim_is_reproduced(verdict, others, which: str,
     row = Row(CLAIM, verdict)
     verdicts = {("a", str(number)): {CLAIM.id: other} for number, other in enumerate(others)}
     verdicts["b", "1"] = {"another claim": "reproduced"}
+    verdicts[DEFAULT] = {CLAIM.id: verdict}
     assert under(row, verdicts) == which and moves(row, verdicts) == deciding
+    assert under(row, {}) == ("every" if verdict == "reproduced" else "none")
 
 
 def test_the_ledger_has_a_column_for_it(tmp_path: Path) -> None:
     page = tmp_path / "ledger.md"
     page.write_text(f"{BEGIN}\n{END}\n", encoding="utf-8")
     rows = [Row(CLAIM, "direction only")]
-    verdicts = {("placement.fineserve.score", "exact"): {CLAIM.id: "reproduced"}}
+    verdicts = {DEFAULT: {CLAIM.id: "direction only"}, ("placement.fineserve.score", "exact"): {CLAIM.id: "reproduced"}}
     write_markdown(rows, page, verdicts)
     text = page.read_text(encoding="utf-8")
     assert "| verdict | reproduced under | by |" in text

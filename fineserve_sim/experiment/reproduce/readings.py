@@ -13,6 +13,7 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -27,7 +28,8 @@ from fineserve_sim.systems import OpenReading, SystemSpec, open_readings
 COLUMNS = ("option", "value", "claim", "verdict")
 Under = Literal["every", "some", "none"]
 Verdicts = dict[tuple[str, str], dict[str, str]]
-"""By option and value, the verdict on each claim that the reading touches."""
+"""By option and value, the verdict on each claim that the reading touches. ``DEFAULT`` has all claims, in such runs."""
+DEFAULT = "default", ""
 
 
 def sweep(
@@ -40,31 +42,31 @@ def sweep(
     executor: Executor | None = None,
     on_progress: OnProgress | None = None,
 ) -> Verdicts:
-    """Decide the targets under every reading but the defaults. ``found`` is a CSV file: readings in it are not run again, and
-    each new one is added as it is done. Simulations are kept below ``out``, and ``summary.json`` there is of the last reading.
+    """Decide the targets under the defaults and every other reading. ``found`` is a CSV file: readings in it are not run again,
+    and each new one is added as it is done. Simulations are kept below ``out``; a ``summary.json`` there is of the last reading.
 
     Raises LedgerError for a file that is none of ours; otherwise as ``reproduce``.
     """
     known = read(found)
+    decide = partial(reproduce, out=out, jobs=jobs, executor=executor, on_progress=on_progress)
+    for key, touched, read_so in _readings(targets, experiments):
+        if key not in known and touched:
+            known[key] = {row.target.id: row.verdict for row in decide(touched, read_so)}
+            _write(known, found)
+    return known
+
+
+def _readings(
+    targets: Sequence[Target], experiments: Experiments
+) -> Iterator[tuple[tuple[str, str], Sequence[Target], Experiments]]:
+    """The default and every other reading: its key, the targets that it touches, and the experiments so read."""
+    yield DEFAULT, targets, experiments
     needed = {target.id: needs(target, experiments) for target in targets}
     for reading, value in _alternatives():
-        key = reading.option, str(value)
         changed = {name: read_as(each, reading, value) for name, each in experiments.readable.items()}
         moved = {name for name, each in changed.items() if each is not experiments.readable[name]}
         touched = [target for target in targets if needed[target.id] & moved]
-        if key in known or not touched:
-            continue
-        rows = reproduce(
-            touched,
-            Experiments(changed, experiments.broken),
-            out,
-            jobs=jobs,
-            executor=executor,
-            on_progress=on_progress,
-        )
-        known[key] = {row.target.id: row.verdict for row in rows}
-        _write(known, found)
-    return known
+        yield (reading.option, str(value)), touched, Experiments(changed, experiments.broken)
 
 
 def _alternatives() -> Iterator[tuple[OpenReading, Any]]:
@@ -93,17 +95,17 @@ def _read_as(system: SystemSpec, reading: OpenReading, value: Any) -> SystemSpec
 
 
 def under(row: Row, verdicts: Verdicts) -> Under:
-    """Under which readings the claim is reproduced: the default, which ``row`` has, and each one of ``verdicts``."""
-    seen = {row.verdict, *(found[row.target.id] for found in verdicts.values() if row.target.id in found)}
+    """Under which readings of ``verdicts`` the claim is reproduced; under the default, which ``row`` has, where it has none."""
+    seen = {found[row.target.id] for found in verdicts.values() if row.target.id in found} or {row.verdict}
     if "reproduced" not in seen:
         return "none"
     return "every" if len(seen) == 1 else "some"
 
 
 def moves(row: Row, verdicts: Verdicts) -> list[str]:
-    """The readings, as ``option=value``, under which a claim gets or loses *reproduced*."""
-    is_out = row.verdict != "reproduced"
+    """The readings, as ``option=value``, under which a claim gets or loses *reproduced* against the default."""
     found = {key: each[row.target.id] for key, each in verdicts.items() if row.target.id in each}
+    is_out = found.pop(DEFAULT, row.verdict) != "reproduced"
     return [f"{option}={value}" for (option, value), each in found.items() if (each != "reproduced") != is_out]
 
 

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from fineserve_sim.experiment.reproduce.judge import VERDICTS, Quantity
 from fineserve_sim.experiment.reproduce.ledger import HOLDS, Expected, LedgerError, Target, denominator
-from fineserve_sim.experiment.reproduce.readings import Verdicts, moves, under
+from fineserve_sim.experiment.reproduce.readings import DEFAULT, Verdicts, moves, under
 from fineserve_sim.experiment.reproduce.session import Row
 from fineserve_sim.experiment.run.files import atomic
 from fineserve_sim.experiment.show.labels import interval, number
@@ -206,4 +206,5 @@ def _told(row: Row, verdicts: Verdicts) -> str:
     """Under which readings a claim is reproduced; where some decide it, which ones change the verdict."""
     which = under(row, verdicts)
     deciding = ", ".join(f"`{reading}`" for reading in moves(row, verdicts))
-    return f"some ({'not ' if row.verdict == 'reproduced' else ''}{deciding})" if which == "some" else which
+    default = verdicts.get(DEFAULT, {}).get(row.target.id, row.verdict)
+    return f"some ({'not ' if default == 'reproduced' else ''}{deciding})" if which == "some" else which
