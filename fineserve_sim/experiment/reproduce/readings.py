@@ -43,7 +43,7 @@ def sweep(
     on_progress: OnProgress | None = None,
 ) -> Verdicts:
     """Decide the targets under the defaults and every other reading. ``found`` is a CSV file: readings in it are not run again,
-    and each new one is added as it is done. Simulations are kept below ``out``; a ``summary.json`` there is of the last reading.
+    and each new one is added as it is done. Simulations are kept below ``out``; ``summary.json`` there is of the last reading.
 
     Raises LedgerError for a file that is none of ours; otherwise as ``reproduce``.
     """
