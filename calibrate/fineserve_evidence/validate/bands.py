@@ -126,7 +126,10 @@ def band_of(of: Predictable, classes: Iterable[ErrorClass]) -> ErrorClass | None
 
 
 class Inside(NamedTuple):
-    """A row that was left out: its error, whether its class's band holds it, and the half-width of that as a fraction."""
+    """A row that was left out: its error, whether its class's band holds it, and the half-width of that.
+
+    Both are of predicted / measured: an error of 0.5 is a prediction of half or one and a half times what was measured.
+    """
 
     row: Observation
     error: float
@@ -143,8 +146,12 @@ def left_out(rows: Sequence[Observation]) -> list[Inside]:
         for row in counted:
             if row.label == label and (band := band_of(row.of, classes)) is not None:
                 error = float(errors_of(np.array([row.ratio]))[0])
-                found.append(Inside(row, error, band.low <= row.ratio <= band.high, (band.high - band.low) / 2))
+                found.append(Inside(row, error, band.low <= row.ratio <= band.high, _half_width(band)))
     return found
+
+
+def _half_width(band: ErrorClass) -> float:
+    return (1 / band.low - 1 / band.high) / 2 if band.low > 0 else np.inf
 
 
 @dataclass(frozen=True, slots=True)
