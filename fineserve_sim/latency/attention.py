@@ -90,13 +90,14 @@ class RooflineAttention:
 class TableAttention(RooflineAttention):
     """Attention by tables, and by roofline where one is missing.
 
-    Beyond a launch, decodes take ``decode_slowdown`` times the table's seconds. ``inside`` tells where interpolated seconds
-    come from: measured, or roofline on another GPU than the tables'.
+    Beyond a launch, decodes take ``decode_slowdown`` times the table's seconds, and at least ``read_s`` a token of context.
+    ``inside`` tells where interpolated seconds come from: measured, or roofline on another GPU than the tables'.
     """
 
     decode_table: DecodeTable | None
     prefill_table: PrefillTable | None
     decode_slowdown: float
+    read_s: float
     inside: int
 
     @cached_property
@@ -106,7 +107,7 @@ class TableAttention(RooflineAttention):
     def decode(self, decodes: int) -> PiecewiseLinear:
         if self.decode_table is None:
             return super().decode(decodes)
-        return self.decode_table.curve(decodes, self.layers, self.decode_slowdown)
+        return self.decode_table.curve(decodes, self.layers, self.decode_slowdown).at_least(self.read_s)
 
     def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
         if self.prefill_table is None:

@@ -38,6 +38,7 @@ from fineserve_sim.latency.tables import (
     isotonic,
     match_heads,
     shipped_layers,
+    slower_memory,
 )
 from fineserve_sim.latency.tables.grids import Ints
 
@@ -230,14 +231,22 @@ class TableOperators(Operators):
         prefill: tuple[Grid, HeadMatch] | None,
     ) -> TableAttention:
         compute = self.reference.bf16_flops_per_s / self.gpu.bf16_flops_per_s
-        memory = self.reference.memory_bytes_per_s / self.gpu.memory_bytes_per_s
+        memory, read_s = self.reference.memory_bytes_per_s / self.gpu.memory_bytes_per_s, 0.0
+        if slower_memory(self.gpu, self.reference):
+            memory, read_s = 1.0, work[3] / (self._reached * self.gpu.memory_bytes_per_s)
         return TableAttention(
             *work,
             decode_table=DecodeTable(*decode) if decode else None,
             prefill_table=PrefillTable(*prefill, work[1], compute) if prefill else None,
             decode_slowdown=memory,
+            read_s=read_s,
             inside=self._inside,
         )
+
+    @cached_property
+    def _reached(self) -> float:
+        """The largest part of its memory rate at which the tables' GPU was seen to read."""
+        return GemmTable(self.tables.grids["gemm/bfloat16"], "bfloat16", self.reference).reached
 
     def _compressed(self, work: tuple[GemmKernel, int, int, int], folded_s: float, unfold_s: float) -> Attention:
         """By the tables of modules, less their products, which ``by_tokens`` counts."""

@@ -94,6 +94,24 @@ def test_a_machine_at_a_fixed_fraction_of_the_roofline_is_predicted_between_its_
     assert table.covers(3000, 5000) and not table.covers(128256, 4096)
 
 
+@pytest.mark.parametrize(("memory", "longer"), [(1.0, 1.0), (0.75, 1.0), (0.5, 1.25), (0.25, 2.5)])
+def test_slower_memory_slows_a_kernel_once_it_is_busy(memory: float, longer: float) -> None:
+    """Kernels read at half the rate of the data sheet, the largest one at 80 %: so much can be had of slower memory, too."""
+    grid = roofline_grid(1e-9, 0.5)
+    latency_s = grid.latency_s.copy()
+    latency_s[2, 2, 0] *= 0.5 / 0.8
+    table = GemmTable(Grid(grid.axes, latency_s), "bfloat16", H100)
+    assert table.reached == pytest.approx(0.8, rel=1e-3)
+    slower = H100.model_copy(update={"memory_bytes_per_s": memory * H100.memory_bytes_per_s})
+    here, there = (float(table.line(1024, 8192, each).at(np.array([1.0]))[0]) for each in (H100, slower))
+    assert there / here == pytest.approx(longer, rel=2e-3)
+    most = slower.model_copy(
+        update={"bf16_flops_per_s": H100.bf16_flops_per_s / 2}
+    )  # another chip: the same part of its peak
+    other = float(table.line(1024, 8192, most).at(np.array([1.0]))[0])
+    assert other / here == pytest.approx(1 / memory, rel=2e-3)
+
+
 def test_unmeasured_shapes_are_filled_from_their_neighbours() -> None:
     whole = roofline_grid(1e-9, 0.5)
     holes = whole.latency_s.copy()
@@ -107,6 +125,12 @@ def test_unmeasured_shapes_are_filled_from_their_neighbours() -> None:
 def test_beyond_the_measured_rows_latency_grows_in_proportion() -> None:
     line = GemmTable(roofline_grid(1e-6, 0.5), "bfloat16", H100).line(4096, 4096, H100)
     assert line.at(np.array([32768.0]))[0] == pytest.approx(4 * line.at(np.array([8192.0]))[0], rel=1e-12)
+
+
+def test_attention_reads_no_faster_than_it_is_told() -> None:
+    line = PiecewiseLinear([0.0, 10.0, 20.0], [5.0, 6.0, 7.0], 0.1)
+    assert line.at_least(0.0) is line
+    assert line.at_least(0.5).values == [5.0, 6.0, 10.0] and line.at_least(0.5).slopes[-1] == 0.5
 
 
 def attention_grid(work: str, per_token_s: float) -> Grid:

@@ -1,7 +1,7 @@
 """Measured latency tables: the file that carries them, and interpolation over them."""
 
 from fineserve_sim.latency.tables.attention import DecodeTable, HeadMatch, PiecewiseLinear, PrefillTable, match_heads
-from fineserve_sim.latency.tables.curves import GemmTable, Line, gemm_roofline_s, isotonic
+from fineserve_sim.latency.tables.curves import GemmTable, Line, gemm_roofline_s, isotonic, slower_memory
 from fineserve_sim.latency.tables.grids import (
     AXES,
     DEVICES,
@@ -35,4 +35,5 @@ __all__ = [
     "save",
     "shipped",
     "shipped_layers",
+    "slower_memory",
 ]

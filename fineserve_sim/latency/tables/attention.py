@@ -75,6 +75,13 @@ class PiecewiseLinear:
         """``factor`` times the values."""
         return PiecewiseLinear(self.starts, [factor * value for value in self.values], factor * self.slopes[-1])
 
+    def at_least(self, slope: float) -> PiecewiseLinear:
+        """The larger of this and ``slope`` times the number, at every start."""
+        if not slope:
+            return self
+        values = [max(value, start * slope) for start, value in zip(self.starts, self.values, strict=True)]
+        return PiecewiseLinear(self.starts, values, max(self.slopes[-1], slope))
+
     def at(self, x: float) -> float:
         """Value at ``x >= starts[0]``."""
         i = bisect_right(self.starts, x) - 1

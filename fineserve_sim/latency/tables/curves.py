@@ -7,6 +7,8 @@
 * Between shapes (n, k) the ratio to the roofline is interpolated in log space. Launch, tile and saturation losses change
   slowly with the shape; the roofline does not.
 * Outside the measured range, a shape keeps the ratio to the roofline of the nearest measured shape; callers flag it.
+* The same chip with slower memory (an A100 of 40 GB by the tables of one of 80) has the same kernels. One that leaves memory
+  idle is not slowed until the slower memory is busy. So its time stays, or is what the memory takes at the best rate measured.
 """
 
 from __future__ import annotations
@@ -30,6 +32,8 @@ INPUT_BYTES = {"bfloat16": 2.0, "fp8": 1.0, "int4_wo": 2.0, "fp8_wo": 2.0}
 OUTPUT_BYTES = 2.0
 TILE_ROWS = 64
 SMALLEST_TILE = 16  # up to here kernels differ row by row
+BEYOND_CACHE_BYTES = 100e6
+"""Weights that no cache of a GPU holds: twice the L2 of an H100."""
 
 
 def isotonic(values: Floats) -> Floats:
@@ -50,8 +54,17 @@ def isotonic(values: Floats) -> Floats:
 def gemm_roofline_s(gpu: GpuSpec, dtype: str, m: Floats, n: Floats | float, k: Floats | float) -> Floats:
     """Seconds that no GEMM of this shape can beat on this GPU's data sheet: the larger of compute and memory time."""
     compute_s = 2.0 * m * n * k / gpu.peak_flops_per_s(PEAK[dtype])
-    moved = n * k * WEIGHT_BYTES[dtype] + m * k * INPUT_BYTES[dtype] + m * n * OUTPUT_BYTES
-    return np.maximum(compute_s, moved / gpu.memory_bytes_per_s)
+    return np.maximum(compute_s, _moved_bytes(dtype, m, n, k) / gpu.memory_bytes_per_s)
+
+
+def _moved_bytes(dtype: str, m: Floats, n: Floats | float, k: Floats | float) -> Floats:
+    return n * k * WEIGHT_BYTES[dtype] + m * k * INPUT_BYTES[dtype] + m * n * OUTPUT_BYTES
+
+
+def slower_memory(gpu: GpuSpec, reference: GpuSpec) -> bool:
+    """Whether a GPU is the reference's chip with slower memory."""
+    same = gpu.bf16_flops_per_s == reference.bf16_flops_per_s
+    return same and gpu.memory_bytes_per_s < reference.memory_bytes_per_s
 
 
 def with_tile_edges(m: Floats, seconds: Floats) -> tuple[Floats, Floats]:
@@ -110,16 +123,20 @@ class Line:
 class GemmTable:
     """Lines of seconds over m for any (n, k), from a grid measured on ``reference``.
 
-    On another GPU the same ratio to the roofline is kept (launch time unchanged).
+    On another GPU the same ratio to the roofline is kept (launch time unchanged), but on the same chip with slower memory.
     """
 
     def __init__(self, grid: Grid, dtype: str, reference: GpuSpec) -> None:
-        self.dtype, self._n, self._k = dtype, grid.axes["n"], grid.axes["k"]
+        self.dtype, self._n, self._k, self._reference = dtype, grid.axes["n"], grid.axes["k"], reference
         self.m: Floats = grid.axes["m"].astype(np.float64)
         self._launch_s = float(np.nanmin(grid.latency_s))
         shape = np.meshgrid(self._n.astype(float), self._k.astype(float), self.m, indexing="ij")
         ideal_s = self._launch_s + gemm_roofline_s(reference, dtype, shape[2], shape[0], shape[1])
         self._log_ratio = _filled(np.log(grid.latency_s / ideal_s), self._n)
+        rate = _moved_bytes(dtype, shape[2], shape[0], shape[1]) / grid.latency_s / reference.memory_bytes_per_s
+        large = shape[0] * shape[1] * WEIGHT_BYTES[dtype] >= BEYOND_CACHE_BYTES
+        self.reached = min(float(np.nanmax(rate[large], initial=0.0)), 1.0) or 1.0
+        """The largest part of the reference's memory rate at which weights were read."""
 
     def covers(self, n: int, k: int) -> bool:
         """Whether (n, k) lies within the measured range."""
@@ -131,9 +148,11 @@ class GemmTable:
         ratio = self._log_ratio
         low = (1 - j.weight) * ratio[i.low, j.low] + j.weight * ratio[i.low, j.high]
         high = (1 - j.weight) * ratio[i.high, j.low] + j.weight * ratio[i.high, j.high]
-        ideal_s = self._launch_s + gemm_roofline_s(gpu, dtype or self.dtype, self.m, n, k)
+        own, capped = dtype or self.dtype, slower_memory(gpu, self._reference)
+        ideal_s = self._launch_s + gemm_roofline_s(self._reference if capped else gpu, own, self.m, n, k)
         seconds: Floats = ideal_s * np.exp((1 - i.weight) * low + i.weight * high)
-        return seconds
+        read_s = _moved_bytes(own, self.m, n, k) / (self.reached * gpu.memory_bytes_per_s)
+        return np.maximum(seconds, read_s) if capped else seconds
 
     def line(self, n: int, k: int, gpu: GpuSpec, dtype: str | None = None) -> Line:
         """Seconds of an (m, k) x (k, n) product against m on ``gpu``; another ``dtype`` keeps the ratio to its own roofline."""
