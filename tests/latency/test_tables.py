@@ -109,7 +109,7 @@ def test_slower_memory_slows_a_kernel_once_it_is_busy(memory: float, longer: flo
         update={"bf16_flops_per_s": H100.bf16_flops_per_s / 2}
     )  # another chip: the same part of its peak
     other = float(table.line(1024, 8192, most).at(np.array([1.0]))[0])
-    assert other / here == pytest.approx(1 / memory, rel=2e-3)
+    assert other / here == pytest.approx(1 / memory, rel=0.02)
 
 
 def test_unmeasured_shapes_are_filled_from_their_neighbours() -> None:

@@ -120,7 +120,7 @@ def as_json(rows: Sequence[Row], verdicts: Verdicts | None = None) -> dict[str, 
         },
         "fixed_list": dict(zip(("reproduced", "claims"), share(rows), strict=True)),
         "inputs": sum(row.target.role != "claim" for row in rows),
-        "claims": [_entry(row) | ({"under": under(row, verdicts)} if verdicts else {}) for row in rows],
+        "claims": [{**_entry(row), **({"under": under(row, verdicts)} if verdicts else {})} for row in rows],
     }
 
 
