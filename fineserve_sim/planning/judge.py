@@ -15,13 +15,10 @@ from fineserve_traces import Trace
 
 from fineserve_sim.experiment.results.stats import BATCHES, Estimate, over_runs
 from fineserve_sim.planning.islands import Bools, Simulated, on_time
-from fineserve_sim.planning.problem import Home, Layout, Limits, Part, Problem, residents
+from fineserve_sim.planning.problem import Home, Layout, Limits, Part, Problem, another_mix, residents
 
 SLOWER = 1.1
 """How many times longer steps take than the model says."""
-
-DEALT_ANEW = 0.2
-"""The share of the requests that go to another model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +72,7 @@ def _situations(problem: Problem, rest: Trace, anew: Trace | None) -> Iterator[t
     yield "20 % faster", on(problem, replace(rest, arrival_s=rest.arrival_s / 1.2))
     yield "20 % slower", on(problem, replace(rest, arrival_s=rest.arrival_s * 1.2))
     yield "steps 10 % longer", with_longer_steps(on(problem, rest), SLOWER)
-    yield "another mix of models", on(problem, another_mix(rest))
+    yield "another mix of models", on(problem, another_mix(rest, seed=1))
     if anew is not None:
         yield "dealt out anew", on(problem, anew)
 
@@ -114,13 +111,6 @@ def with_longer_steps(problem: Problem, factor: float) -> Problem:
 
 def _over(limit_s: float | None, factor: float) -> float | None:
     return None if limit_s is None else limit_s / factor
-
-
-def another_mix(trace: Trace) -> Trace:
-    """A part of the requests goes to one of the models, whichever."""
-    rng = np.random.default_rng(1)
-    dealt = rng.random(len(trace)) < DEALT_ANEW
-    return replace(trace, model=np.where(dealt, rng.integers(0, len(trace.models), len(trace)), trace.model))
 
 
 def warnings(rows: Sequence[Judged], promised: float) -> list[str]:

@@ -72,6 +72,17 @@ class Part(NamedTuple):
     weight: float = 1.0
 
 
+DEALT_ANEW = 0.2
+"""The share of the requests that go to another model in another mix."""
+
+
+def another_mix(trace: Trace, seed: int) -> Trace:
+    """The trace with a part of the requests at one of the models, whichever."""
+    rng = np.random.default_rng(seed)
+    dealt = rng.random(len(trace)) < DEALT_ANEW
+    return replace(trace, model=np.where(dealt, rng.integers(0, len(trace.models), len(trace)), trace.model))
+
+
 @dataclass(frozen=True)
 class Problem:
     """What a search is given.

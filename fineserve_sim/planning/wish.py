@@ -28,7 +28,7 @@ from fineserve_sim.experiment.file.comparison import model_entries
 from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.planning.islands import Simulated
-from fineserve_sim.planning.problem import Layout, Limits, Option, Part, Problem, Rules, impossible
+from fineserve_sim.planning.problem import Layout, Limits, Option, Part, Problem, Rules, another_mix, impossible
 from fineserve_sim.planning.search import Best, Search, layout_of
 from fineserve_sim.planning.store import Store
 from fineserve_sim.policy.interfaces import ModelDemand
@@ -39,6 +39,9 @@ CHOSEN = 2 / 3
 
 FASTER, FASTER_WEIGHT = 1.2, 0.5
 """The same requests so many times as fast count, too, each late one half."""
+
+MIXED_WEIGHT = 0.5
+"""So do the same requests in another mix of models: what models get of a trace drifts."""
 
 SECONDS = 60.0
 """How long a search takes where nothing else is said."""
@@ -170,7 +173,7 @@ def problem_of(wish: Wish) -> Problem:
     problem = Problem(
         replace(whole, trace=chosen),
         options,
-        (Part(chosen), Part(faster, FASTER_WEIGHT)),
+        (Part(chosen), Part(faster, FASTER_WEIGHT), Part(another_mix(chosen, seed=2), MIXED_WEIGHT)),
         Limits(limits, wish.tpot_slo_s, wish.e2e_slo_s),
         wish.rules,
     )
