@@ -103,7 +103,7 @@ def _class(of: Predictable, rows: Sequence[Observation]) -> ErrorClass:
     times = Counter(row.label for row in rows)
     ratios = np.array([row.ratio for row in rows])
     weights = np.array([1 / times[row.label] for row in rows])
-    order = np.argsort(ratios)
+    order = np.argsort(ratios, kind="stable")  # the same on every processor
     ratios, weights = ratios[order], weights[order]
     places = (np.cumsum(weights) - weights / 2) / weights.sum()
     low, high = np.interp([(1 - LEVEL) / 2, (1 + LEVEL) / 2], places, ratios)
