@@ -346,11 +346,11 @@ def plan(
     A model is ``NAME=MODEL:PRECISIONS:DEGREES``, as on the command line; or models, GPU and engines are those of the file
     ``like``. With several types of ``gpu``, the cheapest at its ``price`` is taken that keeps the target. ``apart``: pairs of
     models that share no GPU; ``pin``: GPUs by model; ``survive``: every model outlives the loss of any one GPU or node. A
-    search takes ``evaluations`` or ``seconds``, 60 seconds if neither is given. ``out``: a folder for ``plan.yaml``. Raises
-    ConfigError, and ValueError where no plan is possible.
+    search takes ``evaluations`` or ``seconds``, 60 seconds if neither is given. ``out``: a folder for ``plan.yaml`` and its
+    page. Raises ConfigError, and ValueError where no plan is possible.
     """
     from fineserve_sim.planning import like as planning_like
-    from fineserve_sim.planning import make, words
+    from fineserve_sim.planning import make, page, words
 
     types = _several(gpu) or ["h100-sxm"]
     prices = make.prices_by_type(types, _prices(price), target)
@@ -379,7 +379,11 @@ def plan(
     document = make.plan_document(found.wish, found.best.layout)
     if out is not None:
         Path(out).mkdir(parents=True, exist_ok=True)
-        (Path(out) / "plan.yaml").write_text(to_yaml(document), encoding="utf-8")
+        path = Path(out) / "plan.yaml"
+        path.write_text(to_yaml(document), encoding="utf-8")
+        page.write_page(
+            page.shown(found, path, target, (prices or {}).get(str(found.wish.gpu))), path.parent / page.PAGE
+        )
     return Plan(document, table, found.best_system, words.answer(found))
 
 

@@ -148,7 +148,7 @@ def plan(
         from fineserve_sim.experiment.file.document import to_yaml
         from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.planning import like as planning_like
-        from fineserve_sim.planning import make
+        from fineserve_sim.planning import make, page
 
         types = gpu or ["h100-sxm"]
         prices = make.prices_by_type(types, prices_of(price or []), target)
@@ -197,6 +197,7 @@ def plan(
             typer.echo("Stopped: this is the best so far. The same command goes on from here.", err=True)
         path = folder / "plan.yaml"
         path.write_text(to_yaml(make.plan_document(found.wish, found.best.layout)), encoding="utf-8")
+        page.write_page(page.shown(found, path, target, prices.get(str(found.wish.gpu))), folder / page.PAGE)
         if as_json:
             print_json(_json(found, path))
         else:
@@ -265,3 +266,4 @@ def _print(found: Found, path: Path, usd_per_gpu_hour: float | None) -> None:
             typer.echo(f"{each.id} has no GPU: none has room left")
     usd = "" if usd_per_gpu_hour is None else f", {usd_per_gpu_hour * found.wish.gpus:,.2f} dollars an hour"
     typer.echo(f"{found.wish.gpus} {found.wish.gpu}{usd}. Plan in {path}: fineserve-sim run {path}")
+    typer.echo(f"Why each model is where it is, and what else was asked: {path.with_name('plan.html')}")

@@ -47,7 +47,12 @@ def write_page(folders: Sequence[Path], path: Path) -> Path:
         parts.append(part)
         figures |= own
     title = _title(folders[0]) if len(folders) == 1 else f"{len(folders)} experiments"
-    before, _, after = _document(title, joined(parts), figures).rpartition(_LIBRARY)
+    return write_document(path, title, joined(parts), figures)
+
+
+def write_document(path: Path, title: str, body: Html, figures: Mapping[str, Spec]) -> Path:
+    """Write a page that needs no network: ``main`` elements, and figures by name. Raises OSError from the disk."""
+    before, _, after = _document(title, body, figures).rpartition(_LIBRARY)
     with atomic(path) as temporary, temporary.open("w", encoding="utf-8") as file:
         file.write(before)
         file.write(files("plotly").joinpath("package_data/plotly.min.js").read_text(encoding="utf-8"))
@@ -112,18 +117,18 @@ def _search(searched: Mapping[str, Any], prefix: str) -> Html:
     figures = {prefix + name: spec for name, spec in search_charts(searched).items()}
     looks = search_looks(searched)
     key = legend(looks, {name: name for name in looks.names}, filtered=False)
-    return _section("Search", search_section(searched), key, _grid(figures))
+    return section("Search", search_section(searched), key, grid(figures))
 
 
 def _nothing_held(searched: Mapping[str, Any], prefix: str) -> tuple[Html, dict[str, Spec]]:
     """The part of a search that found nothing to run in full: no results, and so no filters that choose anything."""
     figures = {prefix + name: spec for name, spec in search_charts(searched).items()}
     first = first_screen(None, searched)
-    inner = [tag("h1", searched["experiment"]), *([] if first is None else [first]), _no_filters()]
+    inner = [tag("h1", searched["experiment"]), *([] if first is None else [first]), no_filters()]
     return tag("main", *inner, _search(searched, prefix), class_="run"), figures
 
 
-def _no_filters() -> Html:
+def no_filters() -> Html:
     """What the page looks for in every part, with nothing to choose."""
     empty = [tag("select", tag("option", "all", value=""), data_filter=name) for name in ("model", "place")]
     return tag("nav", *empty, hidden=True)
@@ -162,7 +167,7 @@ def _sections(
     prefix: str,
 ) -> Iterator[Html]:
     if found := sections.answer(summary):
-        yield _section("The answer in full", found)
+        yield section("The answer in full", found)
     for sweep in sweeps(summary):
         own = {prefix + name: spec for name, spec in swept.items() if name.rpartition("/")[0] == sweep.name}
         facets = [
@@ -172,19 +177,19 @@ def _sections(
         chosen = tag("label", "at ", tag("select", *facets, data_facet=sweep.name), hidden=len(facets) < 2)
         title = "Systems" if side_by_side(sweep.cells) else f"Sweep {sweep.name}"
         key = legend(system_looks(summary), {cell["system"]: cell["title"] for cell in sweep.cells})
-        yield _section(title, chosen, key, _grid(own, sweep=sweep.name), _numbers(sweep))
+        yield section(title, chosen, key, grid(own, sweep=sweep.name), _numbers(sweep))
     note = "First seed. A curve ends where requests never got so far; dashed grey: the limit."
     latencies = {prefix + name: spec for name, spec in here.figures.items() if name.startswith("latency/")}
     everybody = legend(system_looks(summary), {cell["system"]: cell["title"] for cell in summary["cells"]})
-    yield _section("Latencies", _where(), tag("p", note), everybody, _grid(latencies))
-    yield _section("Placement", _where(), here.placements)
+    yield section("Latencies", _where(), tag("p", note), everybody, grid(latencies))
+    yield section("Placement", _where(), here.placements)
     for system in here.placed_systems:
         yield _of_system(summary, system, "GPUs", f"{prefix}gpus/{system}")
     for title, rows in here.tables.items():
-        yield _section(title, _where(), rows)
+        yield section(title, _where(), rows)
     for system in here.memory_systems:
         yield _of_system(summary, system, "KV memory over time (GiB)", f"{prefix}memory/{system}")
-    yield _section(
+    yield section(
         "Misses and slowest requests",
         _where(),
         tag("p", "Some of every cause, the latest for their TTFT limit first; open one for its story."),
@@ -197,7 +202,7 @@ def _of_system(summary: Mapping[str, Any], system: str, title: str, figure: str)
     """The section of a figure that each place has for itself."""
     name = next(cell["title"] for cell in summary["cells"] if cell["system"] == system)
     box = tag("div", class_="figure tall", data_figure=figure, data_by_place=True)
-    return _section(f"{title}: {name}", _where(), box, data_system=system)
+    return section(f"{title}: {name}", _where(), box, data_system=system)
 
 
 def _numbers(sweep: Sweep) -> Html:
@@ -207,14 +212,14 @@ def _numbers(sweep: Sweep) -> Html:
 
 def _closing(folder: Path, summary: Mapping[str, Any], resolved: Mapping[str, Any]) -> Iterator[Html]:
     if summary["claims"]:
-        yield _section("Claims", sections.claims(summary))
-    yield _section("Models and limits", sections.models(summary, resolved))
+        yield section("Claims", sections.claims(summary))
+    yield section("Models and limits", sections.models(summary, resolved))
     if summary["assumptions"]:
-        yield _section("Assumptions", sections.assumptions(summary))
-    yield _section("Where step times come from", sections.step_times(summary))
+        yield section("Assumptions", sections.assumptions(summary))
+    yield section("Where step times come from", sections.step_times(summary))
     if flags := sections.careful(summary):
-        yield _section("Handle with care", flags)
-    yield _section("Run it again", sections.again(folder))
+        yield section("Handle with care", flags)
+    yield section("Run it again", sections.again(folder))
 
 
 def _where() -> Html:
@@ -222,11 +227,11 @@ def _where() -> Html:
     return tag("p", class_="where")
 
 
-def _section(title: str, *inner: Html, **attributes: object) -> Html:
+def section(title: str, *inner: Html, **attributes: object) -> Html:
     return tag("section", tag("h2", title), *inner, **attributes)
 
 
-def _grid(figures: Mapping[str, Spec], sweep: str | None = None) -> Html:
+def grid(figures: Mapping[str, Spec], sweep: str | None = None) -> Html:
     """Figures side by side as far as the screen is wide, each under its title. A legend above tells whose the series are."""
     boxes = []
     for name, spec in figures.items():
