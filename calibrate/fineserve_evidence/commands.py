@@ -36,17 +36,17 @@ class Latency(StrEnum):
 
 def step_factory(latency: Latency) -> StepFactory:
     """Make step models: by rooflines, by the GPU's own tables where there are any, or by the H100's, scaled by data sheets."""
-    from fineserve_sim.latency import StepModel
+    from fineserve_sim.latency import step_model_of
     from fineserve_sim.latency.tables import measured_on, shipped
 
     def by_tables(
         model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, deployment: Deployment
     ) -> StepModel:
-        return StepModel(model, precision, tp, gpu, deployment, measured_on(gpu) or shipped())
+        return step_model_of(model, precision, tp, gpu, deployment, measured_on(gpu) or shipped())
 
     if latency is Latency.TABLES:
         return by_tables
-    return StepModel if latency is Latency.ROOFLINE else partial(StepModel, tables=shipped())
+    return step_model_of if latency is Latency.ROOFLINE else partial(step_model_of, tables=shipped())
 
 
 def validate(

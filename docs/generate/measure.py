@@ -20,12 +20,12 @@ from fineserve_evidence.validate.shares import shares
 
 from docs.generate import contention, scorecard
 from docs.generate.errors import COLUMNS, DATA, PAIR_COLUMNS, SHARE_COLUMNS, read
-from fineserve_sim.latency import StepModel
+from fineserve_sim.latency import step_model_of
 from fineserve_sim.latency.tables import measured_on, shipped
 
 SYSTEMS = ("FineServe", "Prism*", "Static*")
 SENSITIVITY_COLUMNS = ("number", "load", *SYSTEMS)
-MAKE_STEP: StepFactory = partial(StepModel, tables=shipped())
+MAKE_STEP: StepFactory = partial(step_model_of, tables=shipped())
 REFERENCE = "h100-sxm"
 OWN_STEP = step_factory(Latency.TABLES)
 

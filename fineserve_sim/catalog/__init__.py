@@ -7,6 +7,7 @@ from fineserve_sim.catalog.architecture import (
     LinearAttention,
     MlpLayers,
     ModelSpec,
+    Speculation,
     Window,
     attention_layers,
     mlp_layers,
@@ -19,6 +20,7 @@ from fineserve_sim.catalog.geometry import (
     activation_bytes,
     active_parameters,
     check_tp,
+    drafted,
     expert_work,
     graph_bytes,
     grows_evenly,
@@ -72,6 +74,7 @@ from fineserve_sim.catalog.specs import (
     Quantity,
     StreamKernel,
 )
+from fineserve_sim.catalog.speculation import head_of, with_speculation
 
 __all__ = [
     "PUBLISHED",
@@ -98,6 +101,7 @@ __all__ = [
     "PrecisionSpec",
     "Product",
     "Quantity",
+    "Speculation",
     "StreamKernel",
     "Window",
     "activation_bytes",
@@ -110,12 +114,14 @@ __all__ = [
     "checkpoint_precision",
     "deployment",
     "deployments",
+    "drafted",
     "driver_costs",
     "expert_work",
     "gpu",
     "gpus",
     "graph_bytes",
     "grows_evenly",
+    "head_of",
     "kernel_rates",
     "kv_heads_per_gpu",
     "kv_layer_bytes",
@@ -140,4 +146,5 @@ __all__ = [
     "state_bytes",
     "weight_bytes",
     "with_experts",
+    "with_speculation",
 ]

@@ -105,6 +105,24 @@ class ModelSpec(Spec):
     linear: LinearAttention | None = None
     checkpoint: str = "W16A16"
     source: str
+    speculation: Speculation | None = None
+
+
+class Speculation(Spec):
+    """Speculative decoding: a ``draft`` model, in 16 bits, proposes ``tokens`` tokens a round. On average ``accepted`` of them
+    are kept. The model checks all of them in one step, and adds a token of its own."""
+
+    draft: ModelSpec
+    tokens: int = Field(gt=0)
+    accepted: float = Field(ge=0)
+
+    @property
+    def round_tokens(self) -> float:
+        """Tokens that a sequence gets of a round, on average."""
+        return 1.0 + self.accepted
+
+
+ModelSpec.model_rebuild()
 
 
 class AttentionLayers(NamedTuple):

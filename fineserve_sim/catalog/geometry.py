@@ -167,6 +167,18 @@ def with_experts(model: ModelSpec, spread: Literal["split", "whole"]) -> ModelSp
     return model.model_copy(update={"experts": model.experts.model_copy(update={"spread": spread})})
 
 
+def drafted(model: ModelSpec, tp: int) -> tuple[ModelSpec, int] | None:
+    """The draft model, and over how many of the GPUs it is split: all, or where it does not split, none."""
+    if model.speculation is None:
+        return None
+    draft = model.speculation.draft
+    try:
+        check_tp(draft, tp)
+    except CatalogError:
+        return draft, 1
+    return draft, tp
+
+
 def _expert_weights(model: ModelSpec, tp: int) -> int:
     work = expert_work(model, tp)
     return work.layers * work.local * work.weights if work else 0
@@ -236,7 +248,19 @@ def weight_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int) -> int:
     linear, plain = (_product_weights(model, tp, plain) for plain in (False, True))
     narrow, wide = (linear, 0) if precision.scope == "linears" else (0, linear)
     quantised = (narrow + _expert_weights(model, tp)) * precision.effective_weight_bits / 8
-    return math.ceil(quantised) + (wide + plain + _extras(model, tp) + _outer_parameters(model, tp)) * BYTES_16BIT
+    outer = wide + plain + _extras(model, tp) + _outer_parameters(model, tp)
+    return math.ceil(quantised) + outer * BYTES_16BIT + _draft_bytes(model, tp)
+
+
+def _draft_bytes(model: ModelSpec, tp: int) -> int:
+    """Weights of the draft model on each GPU, in 16 bits. One of the same vocabulary and width shares the embeddings."""
+    found = drafted(model, tp)
+    if found is None:
+        return 0
+    draft, degree = found
+    whole = sum(_product_weights(draft, degree, plain) for plain in (False, True)) + _expert_weights(draft, degree)
+    shared = (draft.vocab_size, draft.hidden_size) == (model.vocab_size, model.hidden_size)
+    return (whole + _extras(draft, degree) + (0 if shared else _outer_parameters(draft, degree))) * BYTES_16BIT
 
 
 def kv_layer_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int, kind: str = "grouped") -> int:
@@ -257,7 +281,14 @@ def kv_token_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int) -> int:
     """KV bytes that a token adds over all layers on each GPU, as long as no window is full."""
     check_tp(model, tp)
     kinds = attention_layers(model)
-    return sum(kind.layers * kv_layer_bytes(model, precision, tp, kind.kind) for kind in kinds)
+    own = sum(kind.layers * kv_layer_bytes(model, precision, tp, kind.kind) for kind in kinds)
+    return own + draft_kv_bytes(model, precision, tp)
+
+
+def draft_kv_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int) -> int:
+    """KV bytes of a token in the draft model on each GPU; 0 without one."""
+    found = drafted(model, tp)
+    return 0 if found is None else kv_token_bytes(found[0], precision, found[1])
 
 
 def state_bytes(model: ModelSpec, tp: int) -> int:
@@ -271,7 +302,7 @@ def state_bytes(model: ModelSpec, tp: int) -> int:
 
 def kv_sequence_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int, tokens: int) -> int:
     """Bytes that a sequence of ``tokens`` tokens keeps on each GPU: KV, behind a window no more than that, and state."""
-    total = state_bytes(model, tp)
+    total = state_bytes(model, tp) + tokens * draft_kv_bytes(model, precision, tp)
     for kind in attention_layers(model):
         kept = tokens if kind.window is None or model.latent else min(tokens, kind.window)
         total += kind.layers * kept * kv_layer_bytes(model, precision, tp, kind.kind)

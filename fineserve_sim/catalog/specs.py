@@ -178,9 +178,13 @@ class Deployment(Spec):
       quantises inside the kernel before it.
     * ``aligned_expert_rows``: rows to which the engine pads each 8-bit expert's share of a batch; None: it does not.
     * ``logit_bytes``: bytes of a logit when the sampler peaks; None: as vLLM's, which sorts.
+    * ``draft_pass_s``, ``draft_sequence_s``: what each pass of a draft model takes beside its kernels, and for each sequence.
+      None: nothing.
     """
 
     name: str
+    draft_pass_s: Quantity | None = None
+    draft_sequence_s: Quantity | None = None
     logit_bytes: int | None = Field(default=None, gt=0)
     overhead_s: Quantity
     sequence_s: Quantity | None = None

@@ -3,7 +3,8 @@
 from fineserve_sim.latency.batch import Batch
 from fineserve_sim.latency.profile import batch_prefill_s, profile
 from fineserve_sim.latency.rates import Provenance
+from fineserve_sim.latency.speculative import step_model_of
 from fineserve_sim.latency.step import StepModel
 from fineserve_sim.latency.tables import measured_on
 
-__all__ = ["Batch", "Provenance", "StepModel", "batch_prefill_s", "measured_on", "profile"]
+__all__ = ["Batch", "Provenance", "StepModel", "batch_prefill_s", "measured_on", "profile", "step_model_of"]

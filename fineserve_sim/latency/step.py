@@ -260,23 +260,41 @@ class StepModel:
         device. A kernel counts for both units and bandwidth where they overlap; launches, host time and links for neither.
         The step lasts ``step_s``, by default what ``step_s()`` says.
         """
-        tokens = decodes + prefill_tokens
-        if tokens >= len(self._tokens_s) or sampled >= len(self._sampled_s):
-            self._reserve(tokens, sampled)
-        decode_s, prefill_s = self.attention_s(decodes, decode_context, prefill_tokens, prefill_pairs, prefill_context)
-        attention_s, host_s = decode_s, self.overhead_s + sampled * self.sequence_s
-        if prefill_tokens:
-            attention_s = max(decode_s, self._attention_floor_s) + prefill_s
-            host_s += self.prompt_s
-        device_s = self._tokens_s[tokens] + self._sampled_s[sampled] + attention_s
+        batch = decodes, decode_context, prefill_tokens, prefill_pairs, prefill_context
+        device_s, compute_s, memory_s = self.device(*batch, decodes + prefill_tokens, sampled)
         if step_s is None:
+            host_s = self.overhead_s + sampled * self.sequence_s
+            if prefill_tokens:
+                host_s += self.prompt_s
             step_s = host_s + max(device_s, self.floor_s)
-        compute_s = self._tokens.compute_s[tokens] + self._sampled.compute_s[sampled]
-        compute_s += min(prefill_pairs * self._pair_s, prefill_s)
-        memory_s = self._tokens.memory_s[tokens] + self._sampled.memory_s[sampled]
-        memory_s += min((decode_context + decodes) * self._kv_s, decode_s)
-        memory_s += min((prefill_context + prefill_tokens) * self._kv_s, prefill_s)
         return Demand(compute_s / step_s, memory_s / step_s, min(1.0, device_s / step_s), 1.0, step_s)
+
+    def device(
+        self,
+        decodes: int,
+        decode_context: int,
+        prefill_tokens: int,
+        prefill_pairs: float,
+        prefill_context: int,
+        tokens: int,
+        logits: int,
+    ) -> tuple[float, float, float]:
+        """Seconds of one pass on the device, and those of them in which compute units and bandwidth are busy.
+
+        ``tokens`` pass through the layers, those of decodes and of chunks, and ``logits`` rows through the lm_head.
+        """
+        if tokens >= len(self._tokens_s) or logits >= len(self._sampled_s):
+            self._reserve(tokens, logits)
+        context = decode_context + tokens - prefill_tokens
+        decode_s = self._decode_curve(decodes).at(context) if decodes else 0.0
+        prefill_s = self._prefill_s(prefill_tokens, prefill_pairs, prefill_context) if prefill_tokens else 0.0
+        attention_s = max(decode_s, self._attention_floor_s) + prefill_s if prefill_tokens else decode_s
+        compute_s = self._tokens.compute_s[tokens] + self._sampled.compute_s[logits]
+        compute_s += min(prefill_pairs * self._pair_s, prefill_s)
+        memory_s = self._tokens.memory_s[tokens] + self._sampled.memory_s[logits]
+        memory_s += min(context * self._kv_s, decode_s)
+        memory_s += min((prefill_context + prefill_tokens) * self._kv_s, prefill_s)
+        return self._tokens_s[tokens] + self._sampled_s[logits] + attention_s, compute_s, memory_s
 
     def prefill_s(self, tokens: int, decoding: int, budget: int, pairs: int | None = None) -> float:
         """Predicted seconds to prefill prompts with ``tokens`` tokens and ``pairs`` query-key pairs in all, by default one

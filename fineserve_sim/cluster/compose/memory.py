@@ -70,10 +70,10 @@ def geometry(served: ServedModel, settings: EngineSettings) -> KVGeometry:
     """The KV cache of a model on each GPU of its TP group.
 
     Windows and states make KV grow unevenly. Then a token takes its part of a sequence midway through its output, of the
-    lengths that the model is expected to serve.
+    lengths that the model is expected to serve. A draft model's KV is spread over the layers of the model.
     """
     model, mean_bytes = served.model, None
-    if model.latent is not None or not catalog.grows_evenly(model):
+    if model.latent is not None or model.speculation is not None or not catalog.grows_evenly(model):
         tokens = math.ceil(served.mean_prompt_tokens + served.mean_output_tokens / 2)
         engine = model, served.precision, served.tp
         whole = catalog.kv_sequence_bytes(*engine, tokens) if tokens else catalog.kv_token_bytes(*engine)

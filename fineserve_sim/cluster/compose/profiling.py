@@ -13,7 +13,7 @@ import numpy as np
 
 from fineserve_sim.catalog import AttentionVariant, GpuSpec, ModelSpec, PrecisionSpec, attention_variant, deployment
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
-from fineserve_sim.latency import StepModel, measured_on, profile
+from fineserve_sim.latency import StepModel, measured_on, profile, step_model_of
 from fineserve_sim.latency.sharing import under_cap
 from fineserve_sim.latency.tables import TableError
 from fineserve_sim.policy.groups.microbatch import ChunkCost
@@ -59,10 +59,14 @@ def _as_predicted(
     if settings.step_times is None:
         tables = measured_on(gpu) if settings.latency == "tables" else None
         variant = attention_variant(kernel) if kernel else None
-        return StepModel(model, precision, tp, gpu, deployment(settings.deployment), tables, variant)
+        return step_model_of(model, precision, tp, gpu, deployment(settings.deployment), tables, variant)
     from fineserve_sim.latency.measured_steps import load_step_model  # SciPy's optimizers take a while to import
 
     path = Path(settings.step_times.path)
+    if model.speculation is not None:
+        raise ScenarioError(
+            f"{path.name}: measured steps know no draft model; model {model.name} has speculative decoding"
+        )
     if tp != 1:
         raise ScenarioError(f"{path.name}: steps are measured at tp 1; model {model.name} has tp {tp}")
     try:

@@ -145,18 +145,34 @@ def _step_times(document: Document, engine: schema.Engine, folder: Path) -> Meas
         raise document.error(("engine", "step_times"), f"{path} cannot be read: {problem.strerror}") from None
 
 
+def _geometry(reference: str | schema.ConfigJson, folder: Path) -> ModelSpec:
+    if isinstance(reference, str):
+        return catalog.model(reference)
+    return catalog.model_from_hf_config(folder / reference.config)
+
+
+def _behind_a_draft(
+    document: Document, path: KeyPath, asked: schema.Speculative, spec: ModelSpec, folder: Path
+) -> ModelSpec:
+    """The model with what drafts for it."""
+    reference, draft = asked.draft, None
+    if reference is not None:
+        draft = look_up(document, (*path, "draft"), lambda: _geometry(reference, folder))
+    return look_up(
+        document,
+        (*path, "acceptance"),
+        lambda: catalog.with_speculation(spec, asked.tokens, asked.acceptance, draft),
+    )
+
+
 def _model(document: Document, index: int, entry: schema.Model, folder: Path) -> ResolvedModel:
     path: KeyPath = ("models", index)
     reference = entry.model
-
-    def geometry() -> ModelSpec:
-        if isinstance(reference, str):
-            return catalog.model(reference)
-        return catalog.model_from_hf_config(folder / reference.config)
-
-    spec = look_up(document, (*path, "model"), geometry)
+    spec = look_up(document, (*path, "model"), lambda: _geometry(reference, folder))
     if entry.experts is not None:
         spec = look_up(document, (*path, "experts"), lambda: catalog.with_experts(spec, entry.experts or "split"))
+    if entry.speculative is not None:
+        spec = _behind_a_draft(document, (*path, "speculative"), entry.speculative, spec, folder)
     published = entry.precision == catalog.PUBLISHED
 
     def format_() -> PrecisionSpec:

@@ -186,6 +186,27 @@ Degree = Annotated[
 ]
 
 
+Accepted = Annotated[float, Field(strict=True, ge=0, le=1)]
+
+
+class Speculative(Strict):
+    """A draft proposes ``tokens`` tokens a round. ``acceptance``: the accepted share of all, or of the first, second, ... one.
+    ``draft``: a model of the catalog or a config.json; without one, a head of one layer as EAGLE's."""
+
+    tokens: Count
+    acceptance: Annotated[
+        Annotated[Accepted, Tag("number")] | Annotated[Annotated[list[Accepted], Field(min_length=1)], Tag("list")],
+        Discriminator(lambda value: "list" if isinstance(value, list) else "number"),
+    ]
+    draft: (
+        Annotated[
+            Annotated[str, Tag("name")] | Annotated[ConfigJson, Tag("mapping")],
+            Discriminator(_shape),
+        ]
+        | None
+    ) = None
+
+
 class Model(Strict):
     """One served model and its load: a share of the load's total rate, a rate of its own, phases, or clients. Clients wait for
     their answers, and think for ``think_s`` before they ask again. ``tp: auto``: the degree that carries its rate within its
@@ -200,6 +221,7 @@ class Model(Strict):
     precision: str
     tp: Degree = 1
     experts: Literal["split", "whole"] | None = None
+    speculative: Speculative | None = None
     share: Positive | None = None
     rate_per_s: Rate | None = None
     phases: list[Phase] | None = Field(default=None, min_length=1)
