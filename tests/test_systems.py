@@ -36,8 +36,15 @@ FILES = sorted(
 OPTIONS = {
     (policy.axis, policy.name, option.name): option.default for policy in policies() for option in policy.options
 }
-CHOICES_OF_A_USER = {"scheduler.clairvoyant.engines", "memory.vtensor.chunk_bytes", "memory.vtensor.extend"}
-"""Options that no shipped file sets and no paper leaves open: another bound, a smaller world for tests, a what-if."""
+CHOICES_OF_A_USER = {
+    "scheduler.clairvoyant.engines",
+    "memory.vtensor.chunk_bytes",
+    "memory.vtensor.extend",
+    "residency.timetable.entries",
+    *(f"residency.{policy}.{name}" for policy in ("drifting", "timetable") for name in ("tick_s", "engine_start_s")),
+}
+"""Options that no shipped file sets and no paper leaves open: another bound, a smaller world for tests, a what-if, a plan in
+time, what an engine takes to come."""
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: f.name)

@@ -270,11 +270,18 @@ class RoundRobinPlacementSpec(Spec):
     policy: Literal["round_robin"] = "round_robin"
 
 
-class PrismResidencySpec(Spec):
-    """Idle models leave GPUs under memory pressure, come back on their first request, and move by KV pressure ratio.
+class ActivationSpec(Spec):
+    """How long an engine takes to come. ``engine_pool`` and ``parallel_loading``: what makes activation fast; ``tick_s``: how
+    often the whole state is looked at."""
 
-    ``engine_pool`` and ``parallel_loading``: what makes activation fast; ``tick_s``: how often the whole state is looked at.
-    """
+    engine_pool: bool = True
+    parallel_loading: bool = True
+    engine_start_s: Annotated[float, Field(ge=0)] = 30.0
+    tick_s: Annotated[float, Field(gt=0)] = 1.0
+
+
+class PrismResidencySpec(ActivationSpec):
+    """Idle models leave GPUs under memory pressure, come back on their first request, and move by KV pressure ratio."""
 
     policy: Literal["prism"] = "prism"
     evict: bool = True
@@ -283,10 +290,30 @@ class PrismResidencySpec(Spec):
     pressure_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.1
     replace_s: Annotated[float, Field(gt=0)] = 10.0
     min_stay_s: Annotated[float, Field(ge=0)] = 30.0
-    engine_pool: bool = True
-    parallel_loading: bool = True
-    engine_start_s: Annotated[float, Field(ge=0)] = 30.0
-    tick_s: Annotated[float, Field(gt=0)] = 1.0
+
+
+class DriftingResidencySpec(ActivationSpec):
+    """Our own: every ``replace_s`` seconds the change that spares most late requests by queueing, if it pays for its bytes
+    within ``horizon_s``. A model that waits takes the place of idle ones."""
+
+    policy: Literal["drifting"] = "drifting"
+    idle_s: Annotated[float, Field(ge=0)] = 45.0
+    replace_s: Annotated[float, Field(gt=0)] = 60.0
+    horizon_s: Annotated[float, Field(gt=0)] = 600.0
+
+
+class TimetableEntry(Spec):
+    """From ``from_s`` on, engines of each model on these groups of GPUs."""
+
+    from_s: Annotated[float, Field(ge=0)]
+    groups: dict[str, tuple[tuple[Annotated[int, Field(ge=0)], ...], ...]]
+
+
+class TimetableResidencySpec(ActivationSpec):
+    """Our own: placements by the clock, as a plan in time has them. The first entry is from 0 on."""
+
+    policy: Literal["timetable"] = "timetable"
+    entries: Annotated[tuple[TimetableEntry, ...], Field(min_length=1)]
 
 
 class QlmResidencySpec(Spec):
@@ -316,7 +343,10 @@ PlacementSpec = Annotated[
     | BalancedPlacementSpec,
     Field(discriminator="policy"),
 ]
-ResidencySpec = Annotated[PrismResidencySpec | QlmResidencySpec, Field(discriminator="policy")]
+ResidencySpec = Annotated[
+    PrismResidencySpec | QlmResidencySpec | DriftingResidencySpec | TimetableResidencySpec,
+    Field(discriminator="policy"),
+]
 SchedulerSpec = Annotated[FcfsSpec | AdaptiveSpec | MooreHodgsonSpec | ClairvoyantSpec, Field(discriminator="policy")]
 MemorySpec = Annotated[
     KvSlabSpec | PrivatePoolsSpec | SwapPoolsSpec | KvCachedSpec | VTensorSpec | ContiguousSpec,

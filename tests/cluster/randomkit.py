@@ -19,6 +19,8 @@ from simkit import H100, Row, fixed_bytes, geometry, pinned, served, trace_of, w
 
 from fineserve_sim import catalog
 from fineserve_sim.cluster import EngineSettings, Fault, Gpu, Scenario, ServedModel
+from fineserve_sim.cluster.compose.memory import slots_of
+from fineserve_sim.policy.placement import tp_groups
 from fineserve_sim.systems import SystemSpec, load_systems
 from fineserve_sim.systems.spec import PrivatePoolsSpec
 
@@ -26,7 +28,7 @@ Options = dict[str, Any]
 
 FORMATS = [("llama-3.2-1b", "fp16"), ("llama-3.2-1b", "fp8"), ("llama-3.1-8b", "qoq"), ("llama-3.1-8b", "awq")]
 LULL_S = 30.0
-MAY_WAIT = ("prism", "qlm", "requeue", "failing")
+MAY_WAIT = ("prism", "qlm", "requeue", "failing", "drifting", "timetable")
 """Kinds in which a model may find no room, and its requests wait for ever."""
 
 
@@ -155,6 +157,42 @@ def qlm(random: Random) -> Scenario:
 def requeue(random: Random) -> Scenario:
     """The same, and whose turn ends stops at once: in mid-iteration, with requests that start again elsewhere."""
     return _fleet(random, _qlm(random, "requeue"), {"policy": "dedicated"}, PRIVATE)
+
+
+def drifting(random: Random) -> Scenario:
+    """Models that move when that pays, some of them on GPUs that are lost."""
+    residency = {
+        "policy": "drifting",
+        "idle_s": random.choice([0.5, 3.0]),
+        "replace_s": random.choice([0.7, 2.0]),
+        "horizon_s": random.choice([5.0, 600.0]),
+        "engine_pool": random.random() < 0.7,
+        "engine_start_s": 4.0,
+        "tick_s": random.choice(TICKS_S),
+    }
+    scenario = _fleet(random, residency, {"policy": "balanced"}, _paged(random))
+    if random.random() < 0.7:
+        return scenario
+    faults = _faults(random, len(scenario.gpus), span_s=8.0, repairs_s=[0.001, 1.0, 6.0])
+    return replace(scenario, faults=tuple(replace(fault, what="gpu") for fault in faults))
+
+
+def timetable(random: Random) -> Scenario:
+    """Placements by the clock, whether their engines fit or not."""
+    scenario = _fleet(random, {"policy": "prism"}, {"policy": "kvpr"}, _paged(random))
+    slots, from_s = slots_of(scenario), 0.0
+    entries: list[Options] = []
+    while len(entries) < 4:
+        groups = {}
+        for model in scenario.models:
+            there = tp_groups(slots, model.tp)
+            chosen = random.sample(there, min(len(there), random.choice([0, 1, 1, 2])))
+            groups[model.id] = tuple(chosen)
+        entries.append({"from_s": from_s, "groups": groups})
+        from_s += random.choice([0.5, 2.0, 5.0])
+    residency = {"policy": "timetable", "entries": entries, "engine_start_s": 4.0, "tick_s": random.choice(TICKS_S)}
+    system = SystemSpec.model_validate(scenario.system.model_dump() | {"residency": residency})
+    return replace(scenario, system=system)
 
 
 def failing(random: Random) -> Scenario:
@@ -375,5 +413,20 @@ def _spec(**axes: Any) -> SystemSpec:
 
 KINDS: dict[str, Callable[[Random], Scenario]] = {
     draw.__name__: draw
-    for draw in (static, prism, qlm, requeue, failing, still, replicas, instances, swap, llumnix, pipelines, kunserve)
+    for draw in (
+        static,
+        prism,
+        qlm,
+        requeue,
+        drifting,
+        timetable,
+        failing,
+        still,
+        replicas,
+        instances,
+        swap,
+        llumnix,
+        pipelines,
+        kunserve,
+    )
 }

@@ -17,6 +17,8 @@ CASES = {
     "static": (12, {"preemptions": 20, "rejected": 30, "dropped": 3}),
     "prism": (5, {"activations": 5, "evictions": 5, "preemptions": 1}),
     "qlm": (9, {"activations": 30, "evictions": 30}),
+    "drifting": (8, {"activations": 5, "evictions": 3}),
+    "timetable": (6, {"activations": 10, "evictions": 10}),
     "failing": (8, {"faults": 10, "activations": 20, "finished": 150}),
     "replicas": (5, {"preemptions": 15}),
     "instances": (6, {"preemptions": 20, "faults": 2}),

@@ -11,7 +11,7 @@ from fineserve_sim.cluster.scenario import Scenario, ScenarioError
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
 from fineserve_sim.policy.memory.ledger import MemoryLedger
 from fineserve_sim.policy.placement import tp_groups
-from fineserve_sim.systems.spec import PrismResidencySpec
+from fineserve_sim.systems.spec import ActivationSpec
 
 Placed = tuple[Placement, Mapping[str, ModelDemand]]
 """A placement, and the demand of each model that led to it."""
@@ -64,7 +64,7 @@ def _check_exclusive(scenario: Scenario, instances: Iterable[Instance]) -> None:
     """Raises ScenarioError when two engines are on a GPU that is for one, or will be."""
     here: dict[int, str] = {}
     alone = {gpu.id for gpu in scenario.gpus if sharing_of(gpu, scenario).mode == "exclusive"}
-    if alone and isinstance(scenario.system.residency, PrismResidencySpec):
+    if alone and isinstance(scenario.system.residency, ActivationSpec):
         raise ScenarioError(
             f"system {scenario.system.name} brings several models to a GPU: it cannot run with sharing exclusive"
         )

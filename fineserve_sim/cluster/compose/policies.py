@@ -12,8 +12,10 @@ from typing import Any, Literal
 
 from fineserve_sim.cluster.compose.sources import sources_digest
 from fineserve_sim.cluster.fleet.loader import ActivationCost, activation_cost
+from fineserve_sim.policy.fleet.drifting import DriftingHomes
 from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.qlm import QlmSwapping
+from fineserve_sim.policy.fleet.timetable import Timetable
 from fineserve_sim.policy.fleet.views import ResidencyPolicy
 from fineserve_sim.policy.interfaces import (
     EngineFacts,
@@ -135,7 +137,7 @@ def build_schedulers(
 
 
 _LOADING = {"engine_pool", "parallel_loading", "engine_start_s"}
-"""Options of Prism's residency that say how long an activation takes."""
+"""Options of a residency that say how long an activation takes."""
 
 
 def build_residency(
@@ -148,13 +150,22 @@ def build_residency(
     that is KVPR too."""
     if isinstance(spec, specs.QlmResidencySpec):
         return QlmSwapping(models, gpus, **options(spec, "tick_s"))
+    if isinstance(spec, specs.TimetableResidencySpec):
+        return Timetable(models, [(entry.from_s, _spots(entry)) for entry in spec.entries])
+    if isinstance(spec, specs.DriftingResidencySpec):
+        rate = build_activation_cost(spec).gpu_bytes_per_s
+        return DriftingHomes(models, gpus, load_bytes_per_s=rate, **options(spec, "tick_s", *_LOADING))
     kvpr = build_placement(placement if isinstance(placement, specs.KvprPlacementSpec) else specs.KvprPlacementSpec())
     assert isinstance(kvpr, KvprPlacement)
     return PrismResidency(models, gpus, kvpr, **options(spec, "tick_s", *_LOADING))
 
 
+def _spots(entry: specs.TimetableEntry) -> list[tuple[str, tuple[int, ...]]]:
+    return [(model, gpus) for model, groups in entry.groups.items() for gpus in groups]
+
+
 def build_activation_cost(spec: specs.ResidencySpec) -> ActivationCost:
     """What ``Activate`` takes. A QLM swap has one length, whatever the model."""
-    if isinstance(spec, specs.PrismResidencySpec):
-        return activation_cost(**spec.model_dump(include=_LOADING))
-    return ActivationCost(spec.swap_s, float("inf"), float("inf"))
+    if isinstance(spec, specs.QlmResidencySpec):
+        return ActivationCost(spec.swap_s, float("inf"), float("inf"))
+    return activation_cost(**spec.model_dump(include=_LOADING))

@@ -11,7 +11,7 @@ it, and no further.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from heapq import nlargest, nsmallest
 from math import inf
 
@@ -38,7 +38,7 @@ class BalancedPlacement:
         in_order = sorted(gpus, key=lambda gpu: (gpu.node, gpu.id))
         packed = _packed(models, in_order)
         last = {gpu for group in packed.values() for gpu in group}
-        homes = Homes(models, in_order, packed)
+        homes = Homes(models, in_order, {id: (group,) for id, group in packed.items()})
         for number, gpu in enumerate(in_order, 1):
             homes.open(gpu)
             last.discard(gpu.id)
@@ -64,16 +64,18 @@ def _packed(models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> dict[str,
 
 
 class Homes:
-    """Where models are, and how many requests are late on each GPU that is open."""
+    """Where models are, and how many requests are late on each GPU that is open. ``groups``: of each model that has any, of
+    the ones that ``tp_groups`` makes of these GPUs."""
 
-    def __init__(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot], packed: Mapping[str, Group]) -> None:
+    def __init__(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot], groups: Change) -> None:
         self._models = {model.id: model for model in models}
-        self.groups: dict[str, tuple[Group, ...]] = {id: (group,) for id, group in packed.items()}
+        self.groups: dict[str, tuple[Group, ...]] = dict(groups)
         self._memory_bytes = {gpu.id: gpu.memory_bytes for gpu in gpus}
         self._here: dict[int, list[str]] = {gpu.id: [] for gpu in gpus}
-        for id, group in packed.items():
-            for gpu in group:
-                self._here[gpu].append(id)
+        for id, own in groups.items():
+            for group in own:
+                for gpu in group:
+                    self._here[gpu].append(id)
         self._group_of = {
             tp: {gpu: group for group in tp_groups(gpus, tp) for gpu in group} for tp in {model.tp for model in models}
         }
@@ -94,14 +96,24 @@ class Homes:
     def improve(self, reach: int) -> None:
         """Change what spares the most late requests, for as long as something does, at most a few times."""
         for _ in range(4 * reach):
-            best, least = None, -GAIN * sum(self._late.values())
-            for change in self._changes(reach):
-                gain = self._gain(change, least)
-                if gain < least:
-                    best, least = change, gain
+            best = self.best(reach, -GAIN * sum(self._late.values()))
             if best is None:
                 return
             self._apply(best)
+
+    def best(self, reach: int, least: float, cost: Callable[[Change], float] = lambda change: 0.0) -> Change | None:
+        """The change after which the fewest requests a second are late, its ``cost`` added; None where none gains more."""
+        best = None
+        for change in self._changes(reach):
+            gain = self._gain(change, least) + cost(change)
+            if gain < least:
+                best, least = change, gain
+        return best
+
+    def added(self, id: str, group: Group) -> float:
+        """How many more requests a second are late with a first engine of this model on these GPUs; infinite without room."""
+        self.groups.setdefault(id, ())
+        return self._gain({id: (group,)}, inf)
 
     def _load(self, id: str, groups: Sequence[Group], kind: int) -> list[Load]:
         """Of the engine on GPUs of this kind, of those on all ``groups``, in each of the ``BURSTS``."""
