@@ -19,6 +19,7 @@ from simkit import H100, Row, fixed_bytes, geometry, pinned, served, trace_of, w
 
 from fineserve_sim import catalog
 from fineserve_sim.cluster import EngineSettings, Fault, Gpu, Scenario, ServedModel
+from fineserve_sim.cluster.offloading import KVOffloading
 from fineserve_sim.systems import SystemSpec, load_systems
 from fineserve_sim.systems.spec import PrivatePoolsSpec
 
@@ -26,7 +27,7 @@ Options = dict[str, Any]
 
 FORMATS = [("llama-3.2-1b", "fp16"), ("llama-3.2-1b", "fp8"), ("llama-3.1-8b", "qoq"), ("llama-3.1-8b", "awq")]
 LULL_S = 30.0
-MAY_WAIT = ("prism", "qlm", "requeue", "failing")
+MAY_WAIT = ("prism", "qlm", "requeue", "failing", "offloading")
 """Kinds in which a model may find no room, and its requests wait for ever."""
 
 
@@ -316,6 +317,26 @@ def _faults(
 SLOW = catalog.gpu("a100-80gb").model_copy(update={"memory_gib": H100.memory_gib})
 """A slower GPU with the memory of an H100."""
 
+# --- host memory -------------------------------------------------------------------------------------------------------
+
+
+def offloading(random: Random) -> Scenario:
+    """A cluster of another kind whose engines keep prefixes on their GPUs, and more of them in host memory."""
+    scenario = random.choice([static, static, qlm, requeue, instances])(random)
+    split = random.choice(["equal", "footprint"])
+    memory = PrivatePoolsSpec(prefix_cache=True, split=split)
+    engine = replace(
+        scenario.engine,
+        kv_offloading=KVOffloading(
+            random.choice([0.002, 0.01, 0.05, 1.0]),
+            random.choice([None, 1e8, 2e9]),
+            random.choice([0.0, 0.5]),
+        ),
+    )
+    trace = scenario.whole_trace if random.random() < 0.3 else _with_prefixes(scenario.whole_trace)
+    return replace(scenario, system=scenario.system.model_copy(update={"memory": memory}), engine=engine, trace=trace)
+
+
 # --- parts -------------------------------------------------------------------------------------------------------------
 
 
@@ -375,5 +396,19 @@ def _spec(**axes: Any) -> SystemSpec:
 
 KINDS: dict[str, Callable[[Random], Scenario]] = {
     draw.__name__: draw
-    for draw in (static, prism, qlm, requeue, failing, still, replicas, instances, swap, llumnix, pipelines, kunserve)
+    for draw in (
+        static,
+        prism,
+        qlm,
+        requeue,
+        failing,
+        still,
+        replicas,
+        instances,
+        swap,
+        llumnix,
+        pipelines,
+        kunserve,
+        offloading,
+    )
 }

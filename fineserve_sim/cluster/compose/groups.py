@@ -8,14 +8,22 @@ from functools import cache, partial
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster.clock import Clock
-from fineserve_sim.cluster.compose.memory import caches_prefixes, fixed_bytes, geometry, usable_bytes
-from fineserve_sim.cluster.compose.models import cluster_of
+from fineserve_sim.cluster.compose.memory import (
+    caches_prefixes,
+    copied_s,
+    fixed_bytes,
+    geometry,
+    offloads,
+    private_blocks,
+    usable_bytes,
+)
+from fineserve_sim.cluster.compose.models import cluster_of, links_of
 from fineserve_sim.cluster.compose.place import Placed
 from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import chunk_cost, slowest, step_model
-from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.engine.lookahead import LookaheadBatching
 from fineserve_sim.cluster.engine.loop import Engine
+from fineserve_sim.cluster.engine.offload import offload
 from fineserve_sim.cluster.engine.pipeline import Pipeline
 from fineserve_sim.cluster.engine.seating import seated
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
@@ -51,7 +59,7 @@ def compose_groups(scenario: Scenario, placed: Placed) -> Parts:
     build = _Builder(scenario, [instance.gpus for instance in placement.instances])
     instances = build.instances()
     controller = build.controller(instances, spares)
-    cluster = cluster_of(scenario, build.clock, controller, Contention({}))
+    cluster = cluster_of(scenario, build.clock, controller, Contention({}), links_of(scenario, build.clock))
     drop, tokens = system.drop or specs.KunServeDropSpec(), scenario.engine.token_budget
     chunk_s = build.step.step_s(0, 0, tokens, tokens * (tokens + 1) // 2, 0, 1) / 2  # of one stage of two
     fleet = Instances(
@@ -97,6 +105,8 @@ def check_groups(scenario: Scenario) -> None:
         problem = "migration moves no prefix cache; leave one of them out"
     elif pipelines and (swaps or system.migration is not None):
         problem = f"{'swap memory' if swaps else 'migration'} is for instances alone, not for pipelines"
+    elif pipelines and offloads(scenario):
+        problem = "engine.kv_offloading is for instances alone, not for pipelines"
     elif scenario.engine.batching != "vllm" and (swaps or pipelines):
         problem = "engine.batching sglang is for engines on one instance each, without swap memory"
     if problem:
@@ -166,7 +176,7 @@ class _Builder:
     def _step(self, gpus: Iterable[int]) -> StepModel:
         """Step times of these GPUs together."""
         gpu = slowest(self.served, [self._gpus[gpu].spec for gpu in gpus], self._settings)
-        return step_model(self.served, gpu, self._settings)
+        return step_model(self.served, gpu, self._settings, copied_s=copied_s(self.served, self._scenario))
 
     def controller(self, instances: Sequence[TpGroup], spares: int) -> GroupController:
         system, sizes = self._scenario.system, self._sizes_of[0]
@@ -196,8 +206,9 @@ class _Builder:
         settings, execution = self._settings, self._execution
         stages = zip(members, layout, strict=True)
         pools = [PagedPool(len(layers) * member.sizes.block_layer_bytes, member.kv) for member, layers in stages]
-        counted = CountedBlocks(pools, settings.block_tokens)
-        kv: EngineKV = PrefixBlocks(pools, settings.block_tokens) if caches_prefixes(self._memory) else counted
+        offloading = offloads(self._scenario)
+        below = None if offloading is None else (offloading, cluster.links.of(members[0].gpus))
+        kv = private_blocks(pools, settings.block_tokens, caches=caches_prefixes(self._memory), below=below)
         # As the controller knows it: a pair is built before the memory of its dropped layers is KV.
         max_tokens = min(self._max_tokens, self._holds_tokens(tuple(member.id for member in members)))
         step = self._step([gpu for member in members for gpu in member.gpus])
@@ -206,6 +217,7 @@ class _Builder:
             (only,) = members
             engine = seated(seat, cluster)
             engine.columns = (only.id,)
+            offload(engine, self.clock)
             Spans(engine, self._wakeups[only], shares_gpu=False)
             if isinstance(self._memory, specs.SwapPoolsSpec):
                 links = cluster.links.of(only.gpus)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import chain
 
@@ -34,6 +35,18 @@ class Seat:
         return self.max_tokens > 1
 
 
+class PrefixTier(ABC):
+    """Memory behind a link, where prefixes wait for sequences that begin alike."""
+
+    @abstractmethod
+    def has_more(self, sequence: SequenceState) -> bool:
+        """Whether more of what the sequence is to prefill is there than its engine has itself."""
+
+    @abstractmethod
+    def fetch(self, queue: Queue) -> bool:
+        """The first that waits gets blocks, and its prefix comes into them. False, and nothing done, when they do not fit."""
+
+
 class State:
     """The sequences of one engine, its KV and its counters.
 
@@ -54,6 +67,7 @@ class State:
         self.lanes = [
             Lane(self.queues[lane % len(self.queues)], Decodes(settings.block_tokens)) for lane in range(lanes)
         ]
+        self.prefixes: PrefixTier | None = None
         self.stalled: dict[SequenceState, None] = {}
         self.swapped: dict[SequenceState, int] = {}
         self.coming = self.reserved_blocks = 0
