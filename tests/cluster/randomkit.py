@@ -244,6 +244,14 @@ def llumnix(random: Random) -> Scenario:
     return _groups(random, "llumnix", {"dispatch": random.choice(DISPATCH), "migration": migration})
 
 
+def roles(random: Random) -> Scenario:
+    """Some instances prefill, the others decode."""
+    prefill, decode = random.choice([(1, 1), (1, 3), (3, 1), (2, 5)])
+    split: Options = {"policy": "disaggregated", "prefill": prefill, "decode": decode}
+    split |= {"setup_s": random.choice([0.0, 0.0004, 0.02]), "first_token": random.choice(["prefill", "decode"])}
+    return _groups(random, "distserve", {"dispatch": random.choice(DISPATCH), "roles": split})
+
+
 def pipelines(random: Random) -> Scenario:
     return _groups(random, "vllm-pp", {"execution": _execution(random, [2, 4])})
 
@@ -293,7 +301,8 @@ def _groups(random: Random, base: str, axes: Mapping[str, Any], *, alike: bool =
     serving = count - (spec.scaling.instances if spec.scaling else 0)
     faults = _faults(random, serving) if random.random() < 0.5 else ()
     trace = trace_of(rows)
-    if spec.memory.policy == "private" and spec.migration is None and random.random() < 0.3:
+    keeps = spec.memory.policy == "private" and spec.migration is None and spec.roles is None
+    if keeps and random.random() < 0.3:
         spec, trace = spec.model_copy(update={"memory": PrivatePoolsSpec(prefix_cache=True)}), _with_prefixes(trace)
     if not alike and random.random() < 0.4:
         gpus = _mixed(random, gpus, node_gpus=nodes)
@@ -407,6 +416,7 @@ KINDS: dict[str, Callable[[Random], Scenario]] = {
         instances,
         swap,
         llumnix,
+        roles,
         pipelines,
         kunserve,
         offloading,

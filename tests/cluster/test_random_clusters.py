@@ -21,6 +21,7 @@ CASES = {
     "replicas": (5, {"preemptions": 15}),
     "instances": (6, {"preemptions": 20, "faults": 2}),
     "llumnix": (6, {"preemptions": 30, "faults": 5, "migrations": 10}),
+    "roles": (6, {"preemptions": 30, "faults": 5, "migrations": 100}),
     "pipelines": (5, {"preemptions": 50, "faults": 5}),
     "kunserve": (7, {"preemptions": 10, "faults": 3, "drops": 3, "restores": 3}),
     "offloading": (8, {"preemptions": 10, "activations": 5, "finished": 150}),

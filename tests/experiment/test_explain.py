@@ -73,6 +73,20 @@ def spike(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
     return stored_run(folder / "out")
 
 
+@pytest.mark.parametrize("system", ["distserve", "vllm-pd"])
+def test_a_request_that_decodes_elsewhere_shows_both_engines(tmp_path: Path, system: str) -> None:
+    text = SPIKE.replace("[kunserve]", f"[{system}]").replace("rate_per_s: 40", "rate_per_s: 8")
+    (tmp_path / "apart.yaml").write_text(text, encoding="utf-8")
+    run_experiment(tmp_path / "apart.yaml", tmp_path / "out", jobs=1, decisions=True)
+    run = stored_run(tmp_path / "out")
+    here, there = run.data.visits.of(5)
+    assert (here.engine < 2, there.engine >= 2) == (True, True)
+    told = [moment.what for moment in life_of(run, 5).moments]
+    assert any(what.startswith("Migrate") for what in told)
+    (left,) = [what for what in told if what.startswith("leaves ")]
+    assert f"{here.engine}: migrated with its KV, goes on at" in left and left.endswith(str(there.engine))
+
+
 @pytest.mark.slow
 def test_the_life_of_a_request_in_a_group(spike: StoredRun) -> None:
     """Between its dispatch and its first chunk it waits in its group's queue, and every moment of that has a reason."""

@@ -40,7 +40,7 @@ NEVER: Final = float("inf")
 class EngineHost(ABC):
     """The cluster around an engine: what an engine tells it, and what an engine asks. ``order`` is that of the event under
     way. With ``logs`` the host writes down what is computed. With ``attentive`` it looks at each launch. A fleet that tells
-    engines to stop, or sequences to leave them, hears of it by ``stopped`` and ``leaves``."""
+    engines to stop, or sequences to leave them, hears of it by ``stopped``, ``leaves`` and ``prefilled``."""
 
     # A base class and no protocol: compiled code calls the methods of a protocol by their names.
     engines: dict[int, Engine]
@@ -52,6 +52,7 @@ class EngineHost(ABC):
     outcomes: Outcomes
     stopped: Callable[[Engine, float], None]
     leaves: Callable[[Engine, Lane, SequenceState, float], None]
+    prefilled: Callable[[Engine, SequenceState, float], None]
 
     @abstractmethod
     def consult(self, engine: Engine, now: float) -> None: ...
@@ -231,11 +232,8 @@ class Engine(State):
     def complete(self, lane: Lane, now: float) -> bool:
         """The lane's batch is done: tokens come out, sequences finish or go on to decode. Whether memory came back."""
         lane.launched = False
-        if lane.decoding:
-            finished = lane.decodes.advance()
-        else:
-            finished = []
-            lane.prompt_batches += 1
+        finished = lane.decodes.advance() if lane.decoding else []
+        lane.prompt_batches += not lane.decoding
         if lane.chunks:
             self.host.progressed(self)
             for sequence, done, size in lane.chunks:
@@ -262,10 +260,13 @@ class Engine(State):
         self.composition_changed = True
         if sequence.prefix is not None:
             self.kv.keep(sequence)
-        sequence.generated_tokens += 1
-        self.host.outcomes.first_token(sequence.index, now)
+        if self.yields:
+            sequence.generated_tokens += 1
+            self.host.outcomes.first_token(sequence.index, now)
         if sequence.generated_tokens == sequence.output_tokens:
             finished.append(sequence)
+        elif self.hands_over:
+            self.host.prefilled(self, sequence, now)
         elif len(self.lanes) == 1:
             lane.decodes.join(sequence)
         else:
@@ -306,10 +307,8 @@ class Engine(State):
     def _bound_output(self, sequence: SequenceState) -> None:
         """Here a sequence ends at ``max_tokens`` at the latest, as vLLM's requests do at max_model_len. It gets one token more
         at least. What another engine bound it to counts no more."""
-        sequence.output_tokens = sequence.asked_tokens
-        if sequence.prompt_tokens + sequence.asked_tokens > self.max_tokens:
-            most = max(self.max_tokens - sequence.prompt_tokens, sequence.generated_tokens + 1)
-            sequence.output_tokens = min(sequence.asked_tokens, most)
+        most = max(self.max_tokens - sequence.prompt_tokens, sequence.generated_tokens + 1)
+        sequence.output_tokens = min(sequence.asked_tokens, most)
 
     def preempt(self, sequence: SequenceState, lane: Lane, now: float) -> None:
         """Recompute it later: free its blocks, put it to the front of the queue with its generated tokens as part of the

@@ -70,7 +70,9 @@ class State:
         self.prefixes: PrefixTier | None = None
         self.stalled: dict[SequenceState, None] = {}
         self.swapped: dict[SequenceState, int] = {}
-        self.coming = self.reserved_blocks = 0
+        self.hands_over = False  # what it has prefilled decodes elsewhere
+        self.yields = True  # a prefill yields a token; else whoever takes over computes the last one again
+        self.coming = self.reserved_blocks = self.awaited_blocks = 0
         self.backlog_tokens = 0  # to be prefilled, of all that is queued or in prefill
         self.slowdown = 1.0  # by contention, now
 
@@ -153,6 +155,7 @@ class State:
         if len(self.queues) > 1:
             queued_blocks = sum([queue.queued_blocks for queue in self.queues])
             head_blocks = max([queue.head_blocks for queue in self.queues])
+        queued_blocks += self.awaited_blocks
         capacity_blocks, stalled = used_blocks + self.kv.free_blocks(), len(self.stalled)
         fullest_bytes = self._fullest_bytes(used_blocks) if self.stages else 0
         shortest_blocks, index = self._shortest() if shortest else (0, None)

@@ -345,6 +345,7 @@ class SystemVariant(Strict):
     drop: dict[str, Any] | None = None
     migration: dict[str, Any] | None = None
     scaling: dict[str, Any] | None = None
+    roles: dict[str, Any] | None = None
 
 
 SystemItem = Annotated[
