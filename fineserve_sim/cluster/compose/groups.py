@@ -240,7 +240,7 @@ class _Builder:
             if self._roles is not None and only.id < self._roles.prefill:
                 engine.hands_over = True
                 engine.yields = self._first_token == "prefill"
-            offload(engine, self.clock)
+            offload(engine, self.clock, cluster.log)
             Spans(engine, self._wakeups[only], shares_gpu=False)
             if isinstance(self._memory, specs.SwapPoolsSpec):
                 links = cluster.links.of(only.gpus)

@@ -120,7 +120,7 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
 
     def engine(id: int, model: str, gpus: tuple[int, ...]) -> Engine:
         engine = seated(build.seat(id, model, gpus), cluster)
-        offload(engine, build.clock)
+        offload(engine, build.clock, cluster.log)
         Spans(engine, build.wakeups[gpus[0]], shares_gpu=True)
         return engine
 
@@ -239,7 +239,7 @@ class Builder:
         wakeups = self.wakeups[self.placement.instances[seat.engine].gpus[0]]
         shares_gpu = self.contention.contended(seat.engine)
         engine = seated(seat, cluster)
-        offload(engine, self.clock)
+        offload(engine, self.clock, cluster.log)
         waited_for = self._scenario.clients is not None
         if cluster.merging and isinstance(seat.kv, CountedBlocks) and alone and not shares_gpu and not waited_for:
             Lone(engine, wakeups)

@@ -20,6 +20,7 @@ from fineserve_sim.cluster.engine.links import KV, GpuLinks
 from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.sequence import Queue, SequenceState
 from fineserve_sim.cluster.engine.state import PrefixTier
+from fineserve_sim.cluster.log import DecisionLog
 from fineserve_sim.policy.memory.host_cache import HostCache, Place
 from fineserve_sim.policy.memory.paged import PagedPool
 
@@ -62,9 +63,9 @@ class Offloading(PrefixTier):
     """Brings prefixes back from the host of an engine with ``OffloadedBlocks``, where it takes its place as ``prefixes``.
     ``fetched_tokens`` counts what has come."""
 
-    def __init__(self, engine: Engine, clock: Clock) -> None:
+    def __init__(self, engine: Engine, clock: Clock, log: DecisionLog | None) -> None:
         assert isinstance(engine.kv, OffloadedBlocks)
-        self._engine, self._kv, self._clock = engine, engine.kv, clock
+        self._engine, self._kv, self._clock, self._log = engine, engine.kv, clock, log
         engine.prefixes = self
         engine.kv.on_written = self._written
         self.fetched_tokens = 0
@@ -86,16 +87,20 @@ class Offloading(PrefixTier):
         engine.composition_changed = True
         keys = kv.to_prefill(sequence)[: here + there]
         kv.host.read(keys, here)
-        kv.from_host.send(there * kv.block_bytes, KV, None, partial(self._arrived, sequence, keys, here))
-        engine.host.ask_again(engine, self._clock.now)  # its backlog is shorter
+        began_s = self._clock.now
+        kv.from_host.send(there * kv.block_bytes, KV, None, partial(self._arrived, sequence, keys, here, began_s))
+        engine.host.ask_again(engine, began_s)  # its backlog is shorter
         return True
 
-    def _arrived(self, sequence: SequenceState, keys: tuple[int, ...], here: int, now: float) -> None:
+    def _arrived(self, sequence: SequenceState, keys: tuple[int, ...], here: int, began_s: float, now: float) -> None:
         engine = self._engine
         self._kv.host.let_go(keys, here)
         if sequence not in engine.stalled:
             return  # the engine was lost
-        self.fetched_tokens += (len(keys) - here) * self._kv.block_tokens
+        tokens = (len(keys) - here) * self._kv.block_tokens
+        self.fetched_tokens += tokens
+        if self._log is not None:
+            self._log.fetched(engine, sequence.index, tokens, began_s, now)
         engine.host.order = TIMER
         engine.host.settle_now(engine, now)
         engine.adopt(sequence, now)
@@ -109,7 +114,7 @@ class Offloading(PrefixTier):
             engine.executor.replan(now)
 
 
-def offload(engine: Engine, clock: Clock) -> None:
-    """An engine whose blocks have copies on the host fetches them from there."""
+def offload(engine: Engine, clock: Clock, log: DecisionLog | None) -> None:
+    """An engine whose blocks have copies on the host fetches them from there, and writes it down in ``log``."""
     if isinstance(engine.kv, OffloadedBlocks):
-        Offloading(engine, clock)
+        Offloading(engine, clock, log)
