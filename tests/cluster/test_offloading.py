@@ -12,10 +12,12 @@ from fineserve_traces import Trace
 from simkit import Row, gpus, logged, served, system, trace_of, with_kv_blocks
 
 from fineserve_sim.cluster import EngineSettings, Fate, RunResult, Scenario, ScenarioError, ServedModel, simulate
+from fineserve_sim.cluster.components import why_whole
 from fineserve_sim.cluster.compose.memory import geometry
 from fineserve_sim.cluster.engine.offload import TIMER, OffloadedBlocks
 from fineserve_sim.cluster.offloading import KVOffloading
-from fineserve_sim.cluster.simulation import prepare
+from fineserve_sim.cluster.scenario import Clients
+from fineserve_sim.cluster.simulation import prepare, simulate_whole
 from fineserve_sim.systems import load_systems
 from fineserve_sim.systems.spec import PrivatePoolsSpec
 
@@ -153,6 +155,25 @@ def test_a_store_lengthens_steps_by_what_it_is_said_to() -> None:
     plain_s, stored_s = (ttft_s(scenario(trace, 300, KVOffloading(64.0, store_s_per_gib=cost))) for cost in (0.0, 0.25))
     token_bytes = BLOCK_BYTES / 16
     assert stored_s - plain_s == pytest.approx([tokens * token_bytes / 2**30 * 0.25 for tokens in (1000, 600)])
+
+
+def test_engines_apart_find_what_they_find_together() -> None:
+    trace = conversations(6, 4, 0.2)
+    models = tuple(replace(MODEL, id=id) for id in "ab")
+    trace = replace(trace, models=("a", "b"), model=(np.arange(len(trace)) % 2).astype(np.int32))
+    settings = with_kv_blocks([MODEL], 300, EngineSettings(kv_offloading=KVOffloading(2.0, 5e9)))
+    for known in (trace, replace(trace, prefix_hashes=None, prefix_block_tokens=None, prefix_tokens=None)):
+        one = Scenario(system("dedicated", memory=KEEPS), models, gpus(2), known, settings)
+        assert why_whole(one) is None
+        assert same(simulate(one), simulate_whole(one))
+
+
+def test_clients_that_ask_again_find_what_they_said() -> None:
+    trace = conversations(3, 4, 0.0)
+    for known in (trace, replace(trace, prefix_hashes=None, prefix_block_tokens=None, prefix_tokens=None)):
+        one = replace(scenario(known, 120, KVOffloading(8.0)), clients=Clients((3,), (0.5,), len(trace)))
+        result = simulate(one)
+        assert (result.fate == Fate.FINISHED).all() and same(result, simulate(replace(one, exact_steps=True)))
 
 
 def test_engines_that_cannot_have_it_say_so() -> None:
