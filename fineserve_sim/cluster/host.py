@@ -310,7 +310,8 @@ class Cluster(EngineHost):
             self._scope_of[other.index].stale = True
             if other.wants_memory or self.controller.waiting(other.index):
                 other.executor.replan(now)
-        self.fleet.freed(engine, now)
+        if engine.awaited_blocks:
+            self.fleet.freed(engine, now)
 
     def stalled(self, engine: Engine, now: float) -> None:
         """The engine has work and no memory. When the whole domain stands still, partial prefills block one another: the one

@@ -233,7 +233,8 @@ class Engine(State):
         """The lane's batch is done: tokens come out, sequences finish or go on to decode. Whether memory came back."""
         lane.launched = False
         finished = lane.decodes.advance() if lane.decoding else []
-        lane.prompt_batches += not lane.decoding
+        if not lane.decoding:
+            lane.prompt_batches += 1
         if lane.chunks:
             self.host.progressed(self)
             for sequence, done, size in lane.chunks:
@@ -307,12 +308,13 @@ class Engine(State):
     def _bound_output(self, sequence: SequenceState) -> None:
         """Here a sequence ends at ``max_tokens`` at the latest, as vLLM's requests do at max_model_len. It gets one token more
         at least. What another engine bound it to counts no more."""
-        most = max(self.max_tokens - sequence.prompt_tokens, sequence.generated_tokens + 1)
-        sequence.output_tokens = min(sequence.asked_tokens, most)
+        sequence.output_tokens = sequence.asked_tokens
+        if sequence.prompt_tokens + sequence.asked_tokens > self.max_tokens:
+            most = max(self.max_tokens - sequence.prompt_tokens, sequence.generated_tokens + 1)
+            sequence.output_tokens = min(sequence.asked_tokens, most)
 
     def preempt(self, sequence: SequenceState, lane: Lane, now: float) -> None:
-        """Recompute it later: free its blocks, put it to the front of the queue with its generated tokens as part of the
-        prompt."""
+        """Recompute it later: free its blocks, put it to the front of the queue, generated tokens as part of its prompt."""
         if sequence in lane.decodes:
             lane.decodes.remove(sequence)
         else:
@@ -370,8 +372,7 @@ class Engine(State):
         self.executor.replan(now)
 
     def dissolve(self) -> list[SequenceState]:
-        """End the engine between two iterations. Returns the sequences that had started, in order of arrival, with their cached
-        tokens; they hold no block any more."""
+        """End the engine between two iterations. Returns what had started, oldest first, with cached tokens and no blocks."""
         started = sorted(self.take_started(), key=arrival_order)
         for sequence in started:
             self.kv.release(sequence)

@@ -184,7 +184,8 @@ class GroupController(Controller):
             if engine is not None:
                 engine.load = load
                 if engine.takes_requests:
-                    self._router(engine).offer(engine)
+                    router = self._dispatcher if self._roles is None else self._router(engine)
+                    router.offer(engine)
         return []
 
     def _resize(self, event: events.EnginesResized) -> list[Command]:
