@@ -288,3 +288,15 @@ def test_executors_are_measured_once_their_workers_are_there(bench: dict[str, Mo
     one, two = ({**found[f"local {jobs}"], "cells_s": 8.0 / jobs} for jobs in (1, 2))
     first, second = executors.lines({"local 1": one, "local 2": two})
     assert "cells 1.00" in first and "cells 2.00" in second
+
+
+def test_the_page_of_offloading_has_the_table_that_its_script_prints(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT))
+    from benchmarks import kv_offloading
+
+    page = (ROOT / "docs" / "offloading.md").read_text(encoding="utf-8")
+    assert kv_offloading.table(kv_offloading.engines()) in page
+    many, few = kv_offloading.engine("llama-2-7b", "fp16", 1), kv_offloading.engine("llama-3.1-8b", "fp16", 1)
+    assert many.break_even_tokens(1e9) is None and few.break_even_tokens(1e15) == kv_offloading.BLOCK_TOKENS
+    breaks = [few.break_even_tokens(link * 1e9) or 10**9 for link in kv_offloading.LINKS_GB_PER_S]
+    assert breaks == sorted(breaks, reverse=True)

@@ -31,6 +31,7 @@ ENGINE_REASONS = {
         "([probes](../probes.md#an-engines-steps-as-a-step-model))"
     ),
     "step_time_factor": "as predicted; `--margin` sets it",
+    "kv_offloading": "vLLM's default: none",
     "static_part": "vLLM's accounting; SGLang's for one model a GPU",
 }
 

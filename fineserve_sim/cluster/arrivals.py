@@ -22,17 +22,20 @@ from fineserve_sim.policy.interfaces import Request
 ROWS = 8192
 """Requests that are Python's numbers at a time."""
 
+MOST_TOKENS = 2**40
+"""More than any request has."""
+
 _WHAT = ("model", "arrival_s", "prompt_tokens", "output_tokens")
 _ROW = np.dtype([("number", "i8"), ("open", "?"), *zip(_WHAT, ("i4", "f8", "i8", "i8"), strict=True)])
 """What a request is, as its trace has it."""
 
 
 class Arrivals:
-    """The requests one by one; with ``caches`` also what is known of their tokens, where KV memory keeps prefixes. ``next_s``
-    is when the next one arrives, infinite when there is none."""
+    """The requests one by one; with ``caches`` also what is known of their tokens, where KV memory keeps prefixes. With ``own``
+    a request of which nothing is known is like itself. ``next_s`` is when the next one arrives, infinite when there is none."""
 
-    def __init__(self, requests: Requests, *, caches: bool = False) -> None:
-        self._coming = _coming(requests, caches)
+    def __init__(self, requests: Requests, *, caches: bool = False, own: bool = False) -> None:
+        self._coming = _coming(requests, caches, own)
         self._next = next(self._coming, None)
         self.next_s = math.inf if self._next is None else self._next[0].arrival_s
 
@@ -45,7 +48,7 @@ class Arrivals:
         return taken
 
 
-def _coming(requests: Requests, caches: bool) -> Iterator[tuple[Request, int, Prefix | None]]:
+def _coming(requests: Requests, caches: bool, own: bool) -> Iterator[tuple[Request, int, Prefix | None]]:
     numbers, names = count(), requests.models
     for chunk in requests.chunks():
         for first in range(0, len(chunk), ROWS):
@@ -53,7 +56,14 @@ def _coming(requests: Requests, caches: bool) -> Iterator[tuple[Request, int, Pr
             prefixes = _prefixes(chunk, rows) if caches else repeat(None)
             columns = (getattr(chunk, name)[rows].tolist() for name in _WHAT)
             for model, arrival_s, prompt, output, prefix in zip(*columns, prefixes, strict=False):
-                yield Request(next(numbers), names[model], arrival_s, prompt), output, prefix
+                number = next(numbers)
+                known = _like_itself(number) if own and prefix is None else prefix
+                yield Request(number, names[model], arrival_s, prompt), output, known
+
+
+def _like_itself(number: int) -> Prefix:
+    """All tokens of this request are known, and no other request begins alike."""
+    return Prefix((-1 - number,), MOST_TOKENS, MOST_TOKENS)
 
 
 def _prefixes(chunk: Trace, rows: slice) -> Iterable[Prefix | None]:
@@ -67,9 +77,9 @@ class ClosedLoops:
     """The requests of ``clients``, numbered as they are sent. All clients send their first request at 0; the first one of each
     model comes before the second one of any. A client without a next row of its model stops. ``next_s`` as in ``Arrivals``."""
 
-    def __init__(self, trace: Trace, clients: Clients, *, caches: bool = False) -> None:
+    def __init__(self, trace: Trace, clients: Clients, *, caches: bool = False, own: bool = False) -> None:
         self._trace = replace(trace, arrival_s=np.zeros(len(trace)))
-        self._clients, self._caches = clients, caches
+        self._clients, self._caches, self._own = clients, caches, own
         self._left = [iter(np.flatnonzero(trace.model == model).tolist()) for model in range(len(trace.models))]
         self._due: list[tuple[float, int, int, int]] = []  # when, in which turn, the model, the row
         self._turns = count()
@@ -100,6 +110,8 @@ class ClosedLoops:
         self._rows.append(row)
         self._sent_s.append(now)
         prefix = next(iter(_prefixes(trace, slice(row, row + 1)))) if self._caches else None
+        if self._own and prefix is None:
+            prefix = _like_itself(number)
         prompt, output = int(trace.prompt_tokens[row]), int(trace.output_tokens[row])
         return Request(number, trace.models[model], now, prompt), output, prefix
 

@@ -49,12 +49,13 @@ class Fleet:
     """Adds and removes engines. The base class does nothing: a static cluster. The cluster calls ``rested`` when an engine runs
     dry, and ``reform`` after commands that left GPUs ``unformed``. ``fail`` loses a GPU, or an instance by its number in the
     placement, with all that its engines hold; their requests start again elsewhere. ``repair`` brings it back with empty
-    memory. ``check`` raises AssertionError if bytes do not add up."""
+    memory. ``freed``: memory of an engine came back. ``check`` raises AssertionError if bytes do not add up."""
 
     def rested(self, engine: Engine, now: float) -> None: ...
     def reform(self, now: float) -> None: ...
     def fail(self, number: int, now: float) -> None: ...
     def repair(self, number: int, now: float) -> None: ...
+    def freed(self, engine: Engine, now: float) -> None: ...
     def check(self) -> None: ...
 
 
@@ -309,6 +310,8 @@ class Cluster(EngineHost):
             self._scope_of[other.index].stale = True
             if other.wants_memory or self.controller.waiting(other.index):
                 other.executor.replan(now)
+        if engine.awaited_blocks:
+            self.fleet.freed(engine, now)
 
     def stalled(self, engine: Engine, now: float) -> None:
         """The engine has work and no memory. When the whole domain stands still, partial prefills block one another: the one

@@ -56,6 +56,10 @@ class DecisionLog:
         """A request lost its KV memory and waits in the engine's queue again."""
         self._span(now, "Preempted", engine=engine.columns[0], request=request)
 
+    def fetched(self, engine: Engine, request: int, tokens: int, began_s: float, now: float) -> None:
+        """So many tokens of a request's prefix have come from host memory."""
+        self._span(began_s, "Fetched", engine=engine.columns[0], request=request, tokens=tokens, seconds=now - began_s)
+
     def transferred(self, what: str, engine: int, columns: list[int], began_s: float, now: float) -> None:
         """KV or weights of an engine over several instances have arrived."""
         self._span(now, "Transferred", what=what, engine=engine, engines=columns, seconds=now - began_s)

@@ -16,7 +16,7 @@ from fineserve_traces import totals
 
 from fineserve_sim.cluster.arrivals import Arrivals, ClosedLoops, Joined
 from fineserve_sim.cluster.clock import Kind, order_of
-from fineserve_sim.cluster.compose.memory import caches_prefixes
+from fineserve_sim.cluster.compose.memory import caches_prefixes, offloads
 from fineserve_sim.cluster.host import ARRIVAL, TIMER, Cluster
 from fineserve_sim.cluster.looks import GpuUses, Looks, StepTimes, fractions, looks_at
 from fineserve_sim.cluster.samples import Sampler, sample_time_s
@@ -100,15 +100,15 @@ class Run:
         self._plan_faults()
         found = totals(scenario.trace)
         self._looks = looks or looks_at(found, scenario.trace.models)
-        caches = caches_prefixes(scenario.system.memory)
+        caches, own = caches_prefixes(scenario.system.memory), offloads(scenario) is not None
         self._closed: ClosedLoops | None = None
         self._arrivals: Arrivals | ClosedLoops
         if scenario.clients is None:
             self._number = int(found.requests.sum())
-            self._arrivals = Arrivals(joined or scenario.trace, caches=caches)
+            self._arrivals = Arrivals(joined or scenario.trace, caches=caches, own=own)
         else:
             self._number = scenario.clients.requests
-            self._arrivals = self._closed = ClosedLoops(scenario.whole_trace, scenario.clients, caches=caches)
+            self._arrivals = self._closed = ClosedLoops(scenario.whole_trace, scenario.clients, caches=caches, own=own)
         self._expected_s = math.inf
         self._until_s = self._looks.until_s
         self._horizon_s = self._until_s + scenario.drain_s

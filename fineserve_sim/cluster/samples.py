@@ -3,7 +3,7 @@
 * ``kv_demand_mean``, ``kv_demand_peak``: KV of running requests and of the heads of the queues (Llumnix's and KunServe's
   demand) over the KV memory without drop, until the last arrival.
 * ``throttlings``: intervals in which demand is above the KV memory that there is then; less than 20 s apart they are one.
-* ``drops``, ``restores``: engines that merged and that split; ``migrations``: requests that moved alive.
+* ``drops``, ``restores``: engines that merged and that split; ``migrations``: requests that moved with their KV.
 * ``exchange_mean_s``, ``exchange_max_s``, ``exchange_bytes``: KV exchanges after a drop, each from the remap to its last byte.
 * ``bubble_fraction``: idle time of the stages of pipelines of two stages and more while requests wait for their prefill.
 """

@@ -14,6 +14,7 @@ from fineserve_traces import Requests, Trace
 from numpy.typing import NDArray
 
 from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec
+from fineserve_sim.cluster.offloading import KVOffloading
 from fineserve_sim.latency.cost import Source
 from fineserve_sim.policy.interfaces import Placement
 from fineserve_sim.systems import Sharing, SystemSpec
@@ -96,6 +97,7 @@ class EngineSettings:
     step_times: MeasuredSteps | None = None
     step_time_factor: float = 1.0
     static_part: bool = False
+    kv_offloading: KVOffloading | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from fineserve_sim.catalog import PrecisionSpec, deployment
 from fineserve_sim.cluster import EngineSettings, Gpu, Scenario, ServedModel
 from fineserve_sim.cluster.compose.facts import demands_of
+from fineserve_sim.cluster.compose.memory import offloads
 from fineserve_sim.cluster.compose.models import Builder
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.compose.profiling import sharing_of, sm_share
@@ -155,7 +156,7 @@ def _deployed(
         memory_share=math.ceil(1000 * (tenant.fixed_bytes + kv_bytes) / gpus[0].spec.memory_bytes) / 1000,
         kv_bytes=kv_bytes,
         max_model_len=min(seat.max_tokens, seat.kv.capacity_tokens() - seat.settings.block_tokens),
-        settings=seat.settings,
+        settings=replace(seat.settings, kv_offloading=offloads(described)),
         port=PORT + seat.engine,
         sm_percent=percent,
         whole_experts=model.model.experts is not None and model.model.experts.spread == "whole" and len(gpus) > 1,

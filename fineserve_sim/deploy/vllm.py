@@ -24,6 +24,8 @@ def arguments(engine: Deployed) -> list[str]:
         "--gpu-memory-utilization": engine.memory_share,
         "--kv-cache-memory-bytes": engine.kv_bytes,
     }
+    if settings.kv_offloading is not None:
+        options |= {"--kv-offloading-size": settings.kv_offloading.size_gib, "--kv-offloading-backend": "native"}
     known = facts()["vllm"]
     flags = [*known["precisions"][engine.precision.name]["arguments"], *(["--enforce-eager"] * engine.eager)]
     flags += known["whole_experts"] if engine.whole_experts else []

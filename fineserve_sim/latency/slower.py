@@ -1,14 +1,17 @@
-"""Steps a factor longer or shorter than predicted: what a model error of that size would make of a cluster.
+"""Steps that take longer than the model alone makes them.
 
-Every part of a step is multiplied, the host's time included, so that all shares of it stay as they are.
+By a factor, or shorter: what a model error of that size would make of a cluster. Every part of a step is multiplied, the host's
+time included, so that all shares of it stay as they are. By copies of KV: some seconds a token.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from fineserve_sim.latency.attention import Attention
-from fineserve_sim.latency.cost import Cost, Floats
+from fineserve_sim.latency.cost import ASSUMED, Cost, Floats
 from fineserve_sim.latency.operators import Adjusted
 from fineserve_sim.latency.rates import Provenance
 from fineserve_sim.latency.tables import PiecewiseLinear
@@ -65,4 +68,22 @@ class Slowed(Adjusted):
     def provenance(self) -> list[Provenance]:
         """Those of ``plain``, and the factor."""
         told = Provenance("step_time_factor", self.factor, "x", "assumed", "engine.step_time_factor")
+        return [*self.plain.provenance(), told]
+
+
+@dataclass(frozen=True)
+class Offloaded(Adjusted):
+    """The operators of ``plain`` in an engine that copies the KV of each token to the host, which takes ``token_s``."""
+
+    token_s: float
+
+    def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
+        """As ``plain``, and the copies, which keep no unit of the GPU busy."""
+        nothing = np.zeros(tokens.shape)
+        copies = Cost(self.token_s * tokens, nothing, nothing, np.full(tokens.shape, ASSUMED))
+        return self.plain.by_tokens(tokens) | {"kv_offloading": copies}
+
+    def provenance(self) -> list[Provenance]:
+        """Those of ``plain``, and the copies."""
+        told = Provenance("kv_offloading.token_s", self.token_s, "s", "assumed", "engine.kv_offloading.store_s_per_gib")
         return [*self.plain.provenance(), told]

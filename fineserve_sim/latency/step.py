@@ -30,7 +30,7 @@ from fineserve_sim.latency.legacy import LegacyAttention
 from fineserve_sim.latency.operators import BITS_8, AlignedExperts, FusedQuantisation, OperatorCosts, Operators
 from fineserve_sim.latency.rates import Provenance, resolve
 from fineserve_sim.latency.sharing import Demand
-from fineserve_sim.latency.slower import Slowed, SlowedAttention
+from fineserve_sim.latency.slower import Offloaded, Slowed, SlowedAttention
 from fineserve_sim.latency.table_operators import TableOperators
 from fineserve_sim.latency.tables import PiecewiseLinear, TableSet
 from fineserve_sim.policy.interfaces import prompt_pairs
@@ -133,6 +133,10 @@ class StepModel:
         self._price_by(Slowed(self.operators, factor), SlowedAttention(self.attention, factor))
         self.floor_s, self.sequence_s = factor * self.floor_s, factor * self.sequence_s
         self.overhead_s, self.prompt_s = factor * self.overhead_s, factor * self.prompt_s
+
+    def copy_tokens(self, token_s: float) -> None:
+        """Make every token of a step take ``token_s`` more, for the copy of its KV; before the first step is asked for."""
+        self._price_by(Offloaded(self.operators, token_s), self.attention)
 
     def _reserve(self, tokens: int, sampled: int) -> None:
         if tokens >= len(self._tokens_s):

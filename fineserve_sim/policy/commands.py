@@ -82,9 +82,10 @@ class RestoreLayers(NamedTuple):
 
 
 class Migrate(NamedTuple):
-    """Copy the KV of a request from engine ``source`` to ``destination`` while it goes on decoding.
+    """Copy the KV of a request from engine ``source`` to ``destination``, where it goes on decoding.
 
-    ``MigrationEnded`` follows, whether the request has moved or not.
+    If it decodes at the source, it does so meanwhile. If the source only prefills, the copy begins as soon as the destination
+    has room. ``MigrationEnded`` follows, whether the request has moved or not.
     """
 
     request_id: int

@@ -113,13 +113,21 @@ class LayersRestored(NamedTuple):
     engine: int
 
 
+class PrefillEnded(NamedTuple):
+    """A prompt is computed at an engine that only prefills, where its KV, of so many tokens, waits to go on."""
+
+    request_id: int
+    engine: int
+    tokens: int
+
+
 class MigrationEnded(NamedTuple):
     """A request has moved, or will not."""
 
     request_id: int
 
 
-OfRequests = RequestArrived | RequestReturned | RequestAborted | MigrationEnded
+OfRequests = RequestArrived | RequestReturned | RequestAborted | PrefillEnded | MigrationEnded
 OfEngines = EngineStepped | EngineReady | EnginesResized | EngineDrained | EngineFailed | GpusRepaired
 OfLayers = LayersDropped | LayersKept | LayersRestored
 Event = OfRequests | OfEngines | OfLayers | Tick | Loads

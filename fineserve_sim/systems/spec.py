@@ -217,6 +217,21 @@ class SpareInstancesSpec(Spec):
     growing_samples: PositiveInt = 50
 
 
+class DisaggregatedSpec(Spec):
+    """Prefill and decode on different instances, so many of one to so many of the other.
+
+    Dispatch chooses among the instances that prefill. A prefilled request goes to the one of the others with the most free KV
+    memory. Its KV takes its link, and ``setup_s``. The prefill yields the ``first_token``, as in DistServe. Or whoever decodes
+    computes the last token of the prompt again, which yields it, as with vLLM's connectors.
+    """
+
+    policy: Literal["disaggregated"] = "disaggregated"
+    prefill: PositiveInt = 1
+    decode: PositiveInt = 1
+    first_token: Literal["prefill", "decode"] = "prefill"
+    setup_s: Annotated[float, Field(ge=0)] = 0.0
+
+
 # KV memory by virtual memory, and attention kernels of 2024 (kvcached, vTensor, and what they are compared with).
 
 
@@ -378,6 +393,7 @@ class SystemSpec(Spec):
     drop: KunServeDropSpec | None = None
     migration: LlumnixMigrationSpec | None = None
     scaling: SpareInstancesSpec | None = None
+    roles: DisaggregatedSpec | None = None
 
     @field_validator("sharing")
     @classmethod
@@ -389,7 +405,8 @@ class SystemSpec(Spec):
     @model_validator(mode="after")
     def _clusters_of_instances(self) -> SystemSpec:
         if self.dispatch is None:
-            alone = [axis for axis in ("execution", "drop", "migration", "scaling") if getattr(self, axis) is not None]
+            axes = "execution", "drop", "migration", "scaling", "roles"
+            alone = [axis for axis in axes if getattr(self, axis) is not None]
             alone += ["memory swap"] if isinstance(self.memory, SwapPoolsSpec) else []
             if alone:
                 raise PydanticCustomError("needs_dispatch", "{axis} needs dispatch, too", {"axis": alone[0]})

@@ -330,7 +330,7 @@ def _check_system(file: RuntimeFile, name: str) -> None:
         return
     system = file.experiment.setup.systems[name]
     place = ("systems", own.index(name))
-    for axis in ("drop", "migration", "scaling"):
+    for axis in ("drop", "migration", "scaling", "roles"):
         if getattr(system, axis) is not None:
             raise file.document.error(place, f"{name}: real engines have no {axis} axis yet (docs/runtime.md)")
     if (said := _pipelines_problem(file, system)) is not None:

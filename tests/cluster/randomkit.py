@@ -20,6 +20,7 @@ from simkit import H100, Row, fixed_bytes, geometry, pinned, served, trace_of, w
 from fineserve_sim import catalog
 from fineserve_sim.cluster import EngineSettings, Fault, Gpu, Scenario, ServedModel
 from fineserve_sim.cluster.compose.memory import slots_of
+from fineserve_sim.cluster.offloading import KVOffloading
 from fineserve_sim.policy.placement import tp_groups
 from fineserve_sim.systems import SystemSpec, load_systems
 from fineserve_sim.systems.spec import PrivatePoolsSpec
@@ -28,7 +29,7 @@ Options = dict[str, Any]
 
 FORMATS = [("llama-3.2-1b", "fp16"), ("llama-3.2-1b", "fp8"), ("llama-3.1-8b", "qoq"), ("llama-3.1-8b", "awq")]
 LULL_S = 30.0
-MAY_WAIT = ("prism", "qlm", "requeue", "failing", "drifting", "timetable")
+MAY_WAIT = ("prism", "qlm", "requeue", "failing", "drifting", "timetable", "offloading")
 """Kinds in which a model may find no room, and its requests wait for ever."""
 
 
@@ -281,6 +282,14 @@ def llumnix(random: Random) -> Scenario:
     return _groups(random, "llumnix", {"dispatch": random.choice(DISPATCH), "migration": migration})
 
 
+def roles(random: Random) -> Scenario:
+    """Some instances prefill, the others decode."""
+    prefill, decode = random.choice([(1, 1), (1, 3), (3, 1), (2, 5)])
+    split: Options = {"policy": "disaggregated", "prefill": prefill, "decode": decode}
+    split |= {"setup_s": random.choice([0.0, 0.0004, 0.02]), "first_token": random.choice(["prefill", "decode"])}
+    return _groups(random, "distserve", {"dispatch": random.choice(DISPATCH), "roles": split})
+
+
 def pipelines(random: Random) -> Scenario:
     return _groups(random, "vllm-pp", {"execution": _execution(random, [2, 4])})
 
@@ -330,7 +339,8 @@ def _groups(random: Random, base: str, axes: Mapping[str, Any], *, alike: bool =
     serving = count - (spec.scaling.instances if spec.scaling else 0)
     faults = _faults(random, serving) if random.random() < 0.5 else ()
     trace = trace_of(rows)
-    if spec.memory.policy == "private" and spec.migration is None and random.random() < 0.3:
+    keeps = spec.memory.policy == "private" and spec.migration is None and spec.roles is None
+    if keeps and random.random() < 0.3:
         spec, trace = spec.model_copy(update={"memory": PrivatePoolsSpec(prefix_cache=True)}), _with_prefixes(trace)
     if not alike and random.random() < 0.4:
         gpus = _mixed(random, gpus, node_gpus=nodes)
@@ -353,6 +363,26 @@ def _faults(
 
 SLOW = catalog.gpu("a100-80gb").model_copy(update={"memory_gib": H100.memory_gib})
 """A slower GPU with the memory of an H100."""
+
+# --- host memory -------------------------------------------------------------------------------------------------------
+
+
+def offloading(random: Random) -> Scenario:
+    """A cluster of another kind whose engines keep prefixes on their GPUs, and more of them in host memory."""
+    scenario = random.choice([static, static, qlm, requeue, instances])(random)
+    split = random.choice(["equal", "footprint"])
+    memory = PrivatePoolsSpec(prefix_cache=True, split=split)
+    engine = replace(
+        scenario.engine,
+        kv_offloading=KVOffloading(
+            random.choice([0.002, 0.01, 0.05, 1.0]),
+            random.choice([None, 1e8, 2e9]),
+            random.choice([0.0, 0.5]),
+        ),
+    )
+    trace = scenario.whole_trace if random.random() < 0.3 else _with_prefixes(scenario.whole_trace)
+    return replace(scenario, system=scenario.system.model_copy(update={"memory": memory}), engine=engine, trace=trace)
+
 
 # --- parts -------------------------------------------------------------------------------------------------------------
 
@@ -426,7 +456,9 @@ KINDS: dict[str, Callable[[Random], Scenario]] = {
         instances,
         swap,
         llumnix,
+        roles,
         pipelines,
         kunserve,
+        offloading,
     )
 }

@@ -23,12 +23,14 @@ CASES = {
     "replicas": (5, {"preemptions": 15}),
     "instances": (6, {"preemptions": 20, "faults": 2}),
     "llumnix": (6, {"preemptions": 30, "faults": 5, "migrations": 10}),
+    "roles": (6, {"preemptions": 30, "faults": 5, "migrations": 100}),
     "pipelines": (5, {"preemptions": 50, "faults": 5}),
     "kunserve": (7, {"preemptions": 10, "faults": 3, "drops": 3, "restores": 3}),
+    "offloading": (8, {"preemptions": 10, "activations": 5, "finished": 150}),
 }
 """By kind: how many seeds, and how often what must happen in them, for a law that nothing tries is none."""
 
-FOUND = [("llumnix", 136), ("kunserve", 125), ("prism", 260)]
+FOUND = [("llumnix", 136), ("kunserve", 125), ("prism", 260), ("offloading", 369)]
 """Clusters in which ``many_runs.py`` saw a law broken, each for a reason of its own."""
 
 

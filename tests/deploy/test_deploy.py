@@ -103,6 +103,15 @@ def test_a_command_line_says_all_that_was_simulated(engines: Any) -> None:
     assert int(said["--kv-cache-memory-bytes"]) == chat.kv_bytes
 
 
+def test_kv_in_host_memory_has_vllms_flags_where_prefixes_are_kept(engines: Any) -> None:
+    asked = "models:\n", "engine: {kv_offloading: {size_gib: 64.0}}\nmodels:\n"
+    keeps = engines(("name: plan,", "name: plan, memory: {policy: private, prefix_cache: true},"), asked)
+    line = vllm.arguments(keeps[0])
+    assert line[line.index("--kv-offloading-size") + 1] == "64.0"
+    assert line[line.index("--kv-offloading-backend") + 1] == "native"
+    assert "--kv-offloading-size" not in vllm.arguments(engines()[0])
+
+
 def test_an_engine_without_graphs_is_eager_and_awq_has_a_checkpoint_of_its_own(engines: Any) -> None:
     (first, *_) = engines(
         ("precision: fp8", "precision: awq"), ("models:\n", "engine: {deployment: vllm-v1-eager}\nmodels:\n")

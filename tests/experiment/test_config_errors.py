@@ -48,6 +48,21 @@ CASES = {
     ),
     "unknown precision": ("precision: fp8", "precision: fp9", "unknown precision 'fp9'; nearest: fp8"),
     "unknown GPU": ("gpu: h100-sxm", "gpu: h100-smx", "cluster.gpu: unknown GPU 'h100-smx'; nearest: h100-sxm"),
+    "host memory below nothing": (
+        "count: 2}",
+        "count: 2}\nengine: {kv_offloading: {size_gib: 8}}",
+        ":4: engine.kv_offloading: no system keeps prefixes on its GPUs; give one memory: {policy: private, prefix",
+    ),
+    "host memory of SGLang": (
+        "count: 2}",
+        "count: 2}\nengine: {batching: sglang, kv_offloading: {size_gib: 8}}",
+        ":4: engine.kv_offloading: is vLLM's; leave it out with batching sglang",
+    ),
+    "negative host memory": (
+        "count: 2}",
+        "count: 2}\nengine: {kv_offloading: {size_gib: -1}}",
+        "engine.kv_offloading.size_gib: must be greater than or equal to 0, not -1",
+    ),
     "unknown sharing": (
         "count: 2",
         "count: 2, sharing: msp",

@@ -73,6 +73,32 @@ def spike(tmp_path_factory: pytest.TempPathFactory) -> StoredRun:
     return stored_run(folder / "out")
 
 
+@pytest.mark.parametrize("system", ["distserve", "vllm-pd"])
+def test_a_request_that_decodes_elsewhere_shows_both_engines(tmp_path: Path, system: str) -> None:
+    text = SPIKE.replace("[kunserve]", f"[{system}]").replace("rate_per_s: 40", "rate_per_s: 8")
+    (tmp_path / "apart.yaml").write_text(text, encoding="utf-8")
+    run_experiment(tmp_path / "apart.yaml", tmp_path / "out", jobs=1, decisions=True)
+    run = stored_run(tmp_path / "out")
+    here, there = run.data.visits.of(5)
+    assert (here.engine < 2, there.engine >= 2) == (True, True)
+    told = [moment.what for moment in life_of(run, 5).moments]
+    assert f"Migrate from engine {here.engine} to engine {there.engine}" in told
+    (left,) = [what for what in told if what.startswith("leaves ")]
+    assert f"{here.engine}: migrated with its KV, goes on at" in left and left.endswith(str(there.engine))
+
+
+def test_a_prefix_from_host_memory_is_told(tmp_path: Path) -> None:
+    text = CROWDED.replace("{max_sequences: 4}", "{memory_utilization: 0.23, kv_offloading: {size_gib: 32}}")
+    text = text.replace("requests: 60}", "requests: 60, conversations: {turns: 3, gap_s: 4}}")
+    keeps = "{base: dedicated, name: keeps, memory: {policy: private, prefix_cache: true}}"
+    (tmp_path / "keeps.yaml").write_text(text.replace('["static*", fineserve]', f"[{keeps}]"), encoding="utf-8")
+    run_experiment(tmp_path / "keeps.yaml", tmp_path / "out", jobs=1, decisions=True)
+    run = stored_run(tmp_path / "out", "keeps", at={"rate_scale": "1"})
+    lives = (life_of(run, request) for request in reversed(range(len(run.data.arrival_s))))
+    told = next(moment.what for life in lives for moment in life.moments if "host memory" in moment.what)
+    assert "tokens come from host memory, for " in told
+
+
 @pytest.mark.slow
 def test_the_life_of_a_request_in_a_group(spike: StoredRun) -> None:
     """Between its dispatch and its first chunk it waits in its group's queue, and every moment of that has a reason."""

@@ -41,3 +41,12 @@ def test_parts_stay_what_they_are_and_merged_steps_end_when_single_ones_do(by: s
     for number, end in enumerate(ends):
         now += slowed.step_s(4, 4000 + 4 * number, 0, 0, 0, 4)
         assert end == now
+
+
+@given(batch=batches(), token_s=st.floats(0, 1e-4))
+def test_copies_add_to_each_token(batch: Batch, token_s: float) -> None:
+    plain, copying = fresh("vllm-cudagraph"), fresh("vllm-cudagraph")
+    copying.copy_tokens(token_s)
+    tokens = batch.decodes + batch.prefill_tokens
+    assert copying.step_s(*batch) == pytest.approx(plain.step_s(*batch) + tokens * token_s, rel=1e-9)
+    assert sum(sum(part.values()) for part in time_shares(copying, [batch]).values()) == pytest.approx(1)

@@ -83,9 +83,9 @@ def with_kv_tokens(models: Sequence[ServedModel], tokens: int, settings: EngineS
 
 
 def engines_gpus(name: str, tp: int) -> int:
-    """GPUs of the smallest engine of a system: static pipelines have two stages."""
+    """GPUs of the smallest engine of a system: static pipelines have two stages, and a role each has an engine."""
     execution = SYSTEMS[name].execution
-    return tp * (1 if execution is None else execution.stages)
+    return tp * (1 if execution is None else execution.stages) * (1 if SYSTEMS[name].roles is None else 2)
 
 
 def lone(random: Random, name: str, rows: Sequence[Row] | Trace, tokens: int | None = None, **axes: object) -> Scenario:

@@ -28,6 +28,7 @@ from drawkit import (
     calm_rows,
     cluster,
     crowd_rows,
+    engines_gpus,
     faster,
     lone,
     merged,
@@ -390,7 +391,7 @@ def doubled(random: Random, name: str) -> str | None:
         tokens = random.choice(KV_TOKENS)
     chosen = with_kv_tokens(models, tokens, chosen)
     rows = crowd_rows(random, len(models), random.choice([0.0, 0.4, 2.0]))
-    size = tp * (SYSTEMS[name].execution.stages if SYSTEMS[name].execution else 1)
+    size = engines_gpus(name, tp)
     results = []
     for times in (1, 2):
         groups = {one.id: [range(tp * half, tp * (half + 1)) for half in range(times)] for one in models}
@@ -413,7 +414,7 @@ def _arrivals(rows: list[Any], times: int = 1) -> np.ndarray:
 CACHING = tuple(
     name
     for name, spec in SYSTEMS.items()
-    if spec.memory.policy in ("private", "vtensor") and spec.migration is None and name not in BOUNDS
+    if spec.memory.policy in ("private", "vtensor") and not (spec.migration or spec.roles) and name not in BOUNDS
 )
 EVERY = tuple(SYSTEMS)
 
@@ -430,6 +431,6 @@ MEANINGS: dict[str, Meaning] = {
         (names_and_order, EVERY),
         (halves, (*STATIC, "prism", *BOUNDS)),
         (idle_model, (*STATIC, *FLEETS, *BOUNDS)),
-        (doubled, tuple(name for name in (*STATIC, *GROUPS) if name != "llumnix")),
+        (doubled, tuple(name for name in (*STATIC, *GROUPS) if not (SYSTEMS[name].migration or SYSTEMS[name].roles))),
     )
 }

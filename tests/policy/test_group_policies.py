@@ -10,8 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.commands import Activate, DropLayers, Migrate
-from fineserve_sim.policy.events import EngineFailed, EngineReady, Tick
+from fineserve_sim.policy.commands import Activate, Dispatch, DropLayers, Migrate
+from fineserve_sim.policy.events import (
+    EngineFailed,
+    EngineReady,
+    GpusRepaired,
+    Loads,
+    MigrationEnded,
+    PrefillEnded,
+    RequestArrived,
+    RequestReturned,
+    Tick,
+)
 from fineserve_sim.policy.groups.controller import GroupController, GroupModel
 from fineserve_sim.policy.groups.dispatch import (
     DispatchPolicy,
@@ -22,7 +32,8 @@ from fineserve_sim.policy.groups.dispatch import (
     freeness,
 )
 from fineserve_sim.policy.groups.drop_plan import DropPlan, KunServeDrop, ScaleOut
-from fineserve_sim.policy.interfaces import EngineLoad
+from fineserve_sim.policy.groups.roles import Roles, split_of
+from fineserve_sim.policy.interfaces import EngineLoad, Request
 
 BLOCK = 1000
 
@@ -270,3 +281,84 @@ def test_a_pipeline_that_is_lost_before_it_serves_takes_the_engines_that_it_was_
     for command in alone:
         controller.handle(0.2, EngineReady(command.engine))
     assert controller.handle(0.3, Tick({}, {}, {4: full, 5: full})) == [DropLayers(6, (4, 5), 50_000, False)]
+
+
+# --- prefill and decode apart ------------------------------------------------------------------------------------------
+
+
+def apart(prefill: int, instances: int) -> GroupController:
+    return GroupController(
+        GroupModel("m", 3, 1000, 16, lambda instances: 1000),
+        [(number,) for number in range(instances)],
+        dispatcher("least_queued"),
+        drop=None,
+        migration=None,
+        scale_out=None,
+        stages=1,
+        spares=0,
+        roles=Roles(prefill),
+    )
+
+
+@pytest.mark.parametrize(
+    ("instances", "prefill", "decode", "expected"),
+    [
+        (2, 1, 1, 1),
+        (4, 1, 1, 2),
+        (4, 1, 3, 1),
+        (8, 1, 3, 2),
+        (5, 1, 1, 3),
+        (3, 100, 1, 2),
+        (3, 1, 100, 1),
+        (6, 2, 4, 2),
+    ],
+)
+def test_instances_are_split_in_parts_and_each_role_has_one(
+    instances: int, prefill: int, decode: int, expected: int
+) -> None:
+    assert split_of(instances, prefill, decode) == expected
+
+
+def test_one_instance_has_no_two_roles() -> None:
+    with pytest.raises(ValueError, match="an instance each; there is 1"):
+        split_of(1, 1, 1)
+
+
+def test_prompts_and_prefilled_requests_have_routers_of_their_own() -> None:
+    controller = apart(2, 5)
+    assert controller.needs_loads
+    controller.handle(0.0, Loads({id: EngineLoad(0, 60) for id in range(5)}))
+    new = [RequestArrived(Request(number, "m", 0.0, tokens)) for number, tokens in enumerate([400, 16, 16, 16])]
+    assert [controller.handle(0.0, event) for event in new] == [
+        [Dispatch(0, 0)],
+        *([Dispatch(n, 1)] for n in (1, 2, 3)),
+    ]
+    controller.handle(0.1, Loads({3: EngineLoad(40, 60), 4: EngineLoad(10, 60)}))
+    moves = [controller.handle(0.1, PrefillEnded(number, number > 0, tokens)) for number, tokens in ((0, 400), (1, 16))]
+    assert moves == [[Migrate(0, 0, 2)], [Migrate(1, 1, 4)]], "26 blocks were promised to engine 2"
+    assert controller.handle(0.2, MigrationEnded(0)) == []
+    for wrong in (PrefillEnded(1, 1, 16), PrefillEnded(2, 3, 16), PrefillEnded(2, 9, 16), MigrationEnded(0)):
+        with pytest.raises(ValueError):
+            controller.handle(0.3, wrong)
+
+
+def test_prefilled_requests_wait_for_an_engine_that_decodes() -> None:
+    controller = apart(1, 2)
+    controller.handle(0.0, RequestArrived(Request(0, "m", 0.0, 100)))
+    assert controller.handle(0.1, EngineFailed(1, (1,))) == []
+    assert controller.handle(0.2, PrefillEnded(0, 0, 100)) == []
+    (again,) = controller.handle(0.3, GpusRepaired((1,)))
+    assert controller.handle(0.4, EngineReady(again.engine)) == [Migrate(0, 0, again.engine)]
+
+
+def test_what_waited_at_an_engine_that_is_lost_is_forgotten() -> None:
+    controller = apart(1, 2)
+    controller.handle(0.1, EngineFailed(1, (1,)))
+    controller.handle(0.2, PrefillEnded(0, 0, 100))
+    controller.handle(0.3, EngineFailed(0, (0,)))
+    assert controller.handle(0.3, PrefillEnded(1, 0, 100)) == [], "it comes late"
+    (again,) = controller.handle(0.4, GpusRepaired((1,)))
+    assert controller.handle(0.5, EngineReady(again.engine)) == []
+    assert controller.handle(0.5, RequestReturned(Request(0, "m", 0.0, 101))) == [], "nobody prefills now"
+    (again,) = controller.handle(0.6, GpusRepaired((0,)))
+    assert controller.handle(0.7, EngineReady(again.engine)) == [Dispatch(0, again.engine)]

@@ -81,6 +81,7 @@ IMPOSSIBLE: dict[str, list[Event]] = {
         events.EngineStepped(9, {}),
         events.RequestArrived(Request(2, "b", 1.0, 5)),
         events.LayersDropped(0),
+        events.PrefillEnded(0, 0, 5),
     ],
     "fleet": [
         events.EngineReady(9),
@@ -97,6 +98,7 @@ IMPOSSIBLE: dict[str, list[Event]] = {
         events.MigrationEnded(1),
     ],
     "groups": [
+        events.PrefillEnded(0, 0, 5),
         events.EngineReady(9),
         events.EngineReady(0),
         events.EngineDrained(9),

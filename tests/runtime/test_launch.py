@@ -145,6 +145,12 @@ REPLICAS = [
 ]
 
 
+@pytest.mark.parametrize("system", ["distserve", "vllm-pd"])
+def test_prefill_and_decode_apart_is_refused_by_name(tmp_path: Path, system: str) -> None:
+    with pytest.raises(ConfigError, match=rf"systems\.0: {system}: real engines have no roles axis yet"):
+        load_file(write_file(tmp_path), [*REPLICAS[:-1], ("systems", f"[{system}]")])
+
+
 def test_a_model_has_an_instance_on_each_device_under_a_system_with_dispatch(tmp_path: Path) -> None:
     file = load_file(write_file(tmp_path), REPLICAS)
     with launch(file, served_scenario(file, None), start=start_fake) as running:

@@ -8,14 +8,22 @@ from functools import cache, partial
 
 from fineserve_sim.catalog import weight_bytes
 from fineserve_sim.cluster.clock import Clock
-from fineserve_sim.cluster.compose.memory import caches_prefixes, fixed_bytes, geometry, usable_bytes
-from fineserve_sim.cluster.compose.models import cluster_of
+from fineserve_sim.cluster.compose.memory import (
+    caches_prefixes,
+    copied_s,
+    fixed_bytes,
+    geometry,
+    offloads,
+    private_blocks,
+    usable_bytes,
+)
+from fineserve_sim.cluster.compose.models import cluster_of, links_of
 from fineserve_sim.cluster.compose.place import Placed
 from fineserve_sim.cluster.compose.policies import options
 from fineserve_sim.cluster.compose.profiling import chunk_cost, slowest, step_model
-from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
 from fineserve_sim.cluster.engine.lookahead import LookaheadBatching
 from fineserve_sim.cluster.engine.loop import Engine
+from fineserve_sim.cluster.engine.offload import offload
 from fineserve_sim.cluster.engine.pipeline import Pipeline
 from fineserve_sim.cluster.engine.seating import seated
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
@@ -33,6 +41,7 @@ from fineserve_sim.latency import StepModel
 from fineserve_sim.policy.groups.controller import GroupController, GroupModel
 from fineserve_sim.policy.groups.dispatch import LlumnixMigration, dispatcher
 from fineserve_sim.policy.groups.drop_plan import KunServeDrop, ScaleOut, even_split
+from fineserve_sim.policy.groups.roles import Roles, split_of
 from fineserve_sim.policy.memory.paged import PagedPool
 from fineserve_sim.systems import spec as specs
 
@@ -48,10 +57,10 @@ def compose_groups(scenario: Scenario, placed: Placed) -> Parts:
         raise ScenarioError(
             f"system {system.name}: {serving} serving instances do not make pipelines of {stages} stages"
         )
-    build = _Builder(scenario, [instance.gpus for instance in placement.instances])
+    build = _Builder(scenario, [instance.gpus for instance in placement.instances], _roles(scenario, serving))
     instances = build.instances()
     controller = build.controller(instances, spares)
-    cluster = cluster_of(scenario, build.clock, controller, Contention({}))
+    cluster = cluster_of(scenario, build.clock, controller, Contention({}), links_of(scenario, build.clock))
     drop, tokens = system.drop or specs.KunServeDropSpec(), scenario.engine.token_budget
     chunk_s = build.step.step_s(0, 0, tokens, tokens * (tokens + 1) // 2, 0, 1) / 2  # of one stage of two
     fleet = Instances(
@@ -62,6 +71,7 @@ def compose_groups(scenario: Scenario, placed: Placed) -> Parts:
         spares=spares,
         start_s=0.0 if system.scaling is None else system.scaling.start_s,
         migrates=system.migration is not None,
+        setup_s=0.0 if system.roles is None else system.roles.setup_s,
     )
     fleet.begin(stages)
     sampler = InstanceSampler(build.served.id, instances, cluster)
@@ -80,6 +90,17 @@ def _execution(scenario: Scenario) -> specs.PipelineSpec:
     return scenario.system.execution or specs.PipelineSpec()
 
 
+def _roles(scenario: Scenario, serving: int) -> Roles | None:
+    """Which of so many instances prefill. Raises ScenarioError for too few."""
+    spec = scenario.system.roles
+    if spec is None:
+        return None
+    try:
+        return Roles(split_of(serving, spec.prefill, spec.decode))
+    except ValueError as error:
+        raise ScenarioError(f"system {scenario.system.name}: {error}") from error
+
+
 def check_groups(scenario: Scenario) -> None:
     """Raises ScenarioError for a system whose parts do not fit together, or that serves another number of models."""
     system, memory = scenario.system, scenario.system.memory
@@ -87,6 +108,7 @@ def check_groups(scenario: Scenario) -> None:
     plain = memory.attention == "current" if isinstance(memory, specs.PrivatePoolsSpec) else swaps
     pipelines = _execution(scenario).stages > 1 or system.drop is not None
     problem = None
+    others = pipelines or swaps or caches_prefixes(memory) or system.migration is not None or system.scaling is not None
     if len(scenario.models) != 1:
         raise ScenarioError(f"system {system.name} serves one model; the cluster has {len(scenario.models)}")
     if not isinstance(system.scheduler, specs.FcfsSpec):
@@ -97,6 +119,10 @@ def check_groups(scenario: Scenario) -> None:
         problem = "migration moves no prefix cache; leave one of them out"
     elif pipelines and (swaps or system.migration is not None):
         problem = f"{'swap memory' if swaps else 'migration'} is for instances alone, not for pipelines"
+    elif system.roles is not None and (others or scenario.engine.batching != "vllm"):
+        problem = "roles are for instances alone under vLLM's batching, without prefix caches, swap memory, migration or spares"
+    elif pipelines and offloads(scenario):
+        problem = "engine.kv_offloading is for instances alone, not for pipelines"
     elif scenario.engine.batching != "vllm" and (swaps or pipelines):
         problem = "engine.batching sglang is for engines on one instance each, without swap memory"
     if problem:
@@ -107,8 +133,10 @@ class _Builder:
     """What the instances of the one model, on these ``groups`` of GPUs, and their engines are built from. Raises ScenarioError
     when the memory of one holds no KV block beside the model."""
 
-    def __init__(self, scenario: Scenario, groups: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, scenario: Scenario, groups: Sequence[tuple[int, ...]], roles: Roles | None) -> None:
         self._scenario, self._settings, self._memory = scenario, scenario.engine, scenario.system.memory
+        self._roles = roles
+        self._first_token = "prefill" if scenario.system.roles is None else scenario.system.roles.first_token
         self._execution = _execution(scenario)
         self._gpus = {gpu.id: gpu for gpu in scenario.gpus}
         (self.served,) = scenario.models
@@ -154,8 +182,9 @@ class _Builder:
     def _longest(self, serving: int) -> int:
         """The longest sequence of any engine that serves from the start."""
         stages = self._execution.stages
-        holds = {self._holds_tokens(tuple(range(at, at + stages))) for at in range(0, serving, stages)}
-        return min(self.served.model.max_context_tokens, max(holds))
+        holds = [self._holds_tokens(tuple(range(at, at + stages))) for at in range(0, serving, stages)]
+        first = serving if self._roles is None else self._roles.prefill  # each request needs an engine of each role
+        return min(self.served.model.max_context_tokens, max(holds[:first]), max(holds[first:], default=max(holds)))
 
     def instances(self) -> list[TpGroup]:
         return [
@@ -166,7 +195,7 @@ class _Builder:
     def _step(self, gpus: Iterable[int]) -> StepModel:
         """Step times of these GPUs together."""
         gpu = slowest(self.served, [self._gpus[gpu].spec for gpu in gpus], self._settings)
-        return step_model(self.served, gpu, self._settings)
+        return step_model(self.served, gpu, self._settings, copied_s=copied_s(self.served, self._scenario))
 
     def controller(self, instances: Sequence[TpGroup], spares: int) -> GroupController:
         system, sizes = self._scenario.system, self._sizes_of[0]
@@ -187,6 +216,7 @@ class _Builder:
             scale_out=ScaleOut(scaling.growing_samples, scaling.start_s) if scaling else None,
             stages=self._execution.stages,
             spares=spares,
+            roles=self._roles,
         )
 
     def engine(
@@ -196,8 +226,9 @@ class _Builder:
         settings, execution = self._settings, self._execution
         stages = zip(members, layout, strict=True)
         pools = [PagedPool(len(layers) * member.sizes.block_layer_bytes, member.kv) for member, layers in stages]
-        counted = CountedBlocks(pools, settings.block_tokens)
-        kv: EngineKV = PrefixBlocks(pools, settings.block_tokens) if caches_prefixes(self._memory) else counted
+        offloading = offloads(self._scenario)
+        below = None if offloading is None else (offloading, cluster.links.of(members[0].gpus))
+        kv = private_blocks(pools, settings.block_tokens, caches=caches_prefixes(self._memory), below=below)
         # As the controller knows it: a pair is built before the memory of its dropped layers is KV.
         max_tokens = min(self._max_tokens, self._holds_tokens(tuple(member.id for member in members)))
         step = self._step([gpu for member in members for gpu in member.gpus])
@@ -206,6 +237,10 @@ class _Builder:
             (only,) = members
             engine = seated(seat, cluster)
             engine.columns = (only.id,)
+            if self._roles is not None and only.id < self._roles.prefill:
+                engine.hands_over = True
+                engine.yields = self._first_token == "prefill"
+            offload(engine, self.clock, cluster.log)
             Spans(engine, self._wakeups[only], shares_gpu=False)
             if isinstance(self._memory, specs.SwapPoolsSpec):
                 links = cluster.links.of(only.gpus)

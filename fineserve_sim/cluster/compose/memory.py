@@ -18,12 +18,16 @@ from dataclasses import dataclass, replace
 
 from fineserve_sim import catalog
 from fineserve_sim.cluster.engine.kv import CountedBlocks, EngineKV, PrefixBlocks
+from fineserve_sim.cluster.engine.links import GpuLinks
+from fineserve_sim.cluster.engine.offload import OffloadedBlocks
+from fineserve_sim.cluster.offloading import KVOffloading
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ScenarioError, ServedModel
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand
 from fineserve_sim.policy.memory.geometry import KVGeometry, plan_slabs
+from fineserve_sim.policy.memory.host_cache import HostCache
 from fineserve_sim.policy.memory.kvcached import MAX_RESERVED, MIN_RESERVED, KvCachedManager, VirtualKV
 from fineserve_sim.policy.memory.ledger import MemoryLedger
-from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools, Share, split_bytes
+from fineserve_sim.policy.memory.paged import GpuMemory, PagedPool, PrivatePools, Share, split_bytes
 from fineserve_sim.policy.memory.slab import KVSlabManager
 from fineserve_sim.policy.memory.vtensor import ChunkCosts, VTensorManager, tokens_per_chunk
 from fineserve_sim.policy.placement.fineserve import base_footprint
@@ -114,6 +118,27 @@ def legacy_kernel(memory: specs.MemorySpec) -> catalog.AttentionVariant | None:
 def caches_prefixes(memory: specs.MemorySpec) -> bool:
     """Whether blocks of sequences that ended serve others with the same prefix."""
     return isinstance(memory, specs.PrivatePoolsSpec | specs.VTensorSpec) and memory.prefix_cache
+
+
+def offloads(scenario: Scenario) -> KVOffloading | None:
+    """The cache in host memory below each engine's own; None where private pools keep no prefixes. Raises ScenarioError for
+    engines that are not vLLM's."""
+    offloading, memory = scenario.engine.kv_offloading, scenario.system.memory
+    if offloading is None or not offloading.size_gib:
+        return None
+    if not (isinstance(memory, specs.PrivatePoolsSpec) and memory.prefix_cache):
+        return None
+    if scenario.engine.batching != "vllm":
+        raise ScenarioError(f"engine.kv_offloading is vLLM's; leave it out with batching {scenario.engine.batching}")
+    return offloading
+
+
+def copied_s(served: ServedModel, scenario: Scenario) -> float:
+    """What the copy of a token's KV to the host adds to a step of an engine of this model."""
+    offloading = offloads(scenario)
+    if offloading is None:
+        return 0.0
+    return offloading.store_s_per_gib * geometry(served, scenario.engine).token_bytes * served.tp / 2**30
 
 
 def resident_bytes(served: ServedModel, settings: EngineSettings) -> int:
@@ -251,12 +276,37 @@ def build_manager(
     return _build_pools(pools, usable, kv_bytes, tenants)
 
 
-def engine_kv(owner: int, memories: Sequence[GpuMemory], block_tokens: int, *, caches: bool = False) -> EngineKV:
+Below = tuple[KVOffloading, GpuLinks]
+"""A prefix cache in host memory, and the links of the GPUs whose cache it is below."""
+
+
+def engine_kv(
+    owner: int,
+    memories: Sequence[GpuMemory],
+    block_tokens: int,
+    *,
+    caches: bool = False,
+    below: Below | None = None,
+) -> EngineKV:
     """The view of engine ``owner`` on the memories of its GPUs, all of one kind. ``caches``: private pools keep prefixes."""
     pools = [memory.pool(owner) for memory in memories if isinstance(memory, PrivatePools)]
     if pools:
-        return (PrefixBlocks if caches else CountedBlocks)(pools, block_tokens)
+        return private_blocks(pools, block_tokens, caches=caches, below=below)
     return EngineKV(block_tokens, [memory for memory in memories if not isinstance(memory, PrivatePools)], owner)
+
+
+def private_blocks(
+    pools: Sequence[PagedPool], block_tokens: int, *, caches: bool, below: Below | None = None
+) -> EngineKV:
+    """The blocks of an engine in pools of its own, which together are on all its GPUs."""
+    if not caches:
+        return CountedBlocks(pools, block_tokens)
+    if below is None:
+        return PrefixBlocks(pools, block_tokens)
+    offloading, links = below
+    block_bytes = sum(pool.block_bytes for pool in pools)
+    host = HostCache(int(offloading.size_gib * 2**30) // block_bytes)
+    return OffloadedBlocks(pools, block_tokens, host, links, block_bytes)
 
 
 def virtual_kv(spec: specs.KvCachedSpec, block: KVGeometry) -> VirtualKV:

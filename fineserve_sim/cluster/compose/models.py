@@ -13,11 +13,13 @@ from fineserve_sim.cluster.compose.memory import (
     caches_prefixes,
     check_outside,
     claimed,
+    copied_s,
     engine_block_tokens,
     engine_kv,
     fixed_bytes,
     geometry,
     legacy_kernel,
+    offloads,
     slots_of,
     tenants_on,
     virtual_kv,
@@ -34,6 +36,7 @@ from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.links import Links
 from fineserve_sim.cluster.engine.lone import Lone
 from fineserve_sim.cluster.engine.loop import Engine
+from fineserve_sim.cluster.engine.offload import offload
 from fineserve_sim.cluster.engine.seating import seated
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
 from fineserve_sim.cluster.engine.state import Seat
@@ -74,7 +77,7 @@ def compose(scenario: Scenario, placed: Placed) -> Parts:
     )
     scheduler_of = {engine: scheduler for scope, scheduler in schedulers.items() for engine in scope}
     controller = Controller(build.routes(seats), schedulers)
-    cluster = cluster_of(scenario, build.clock, controller, build.contention)
+    cluster = cluster_of(scenario, build.clock, controller, build.contention, build.links)
     engines = [build.engine(seat, cluster, alone=scheduler_of.get(seat.engine) is None) for seat in seats]
     scopes = [Scope(scope) for scope in (*schedulers, *((seat.engine,) for seat in seats if not seat.able))]
     cluster.connect(engines, domains_of(engines, gpus_of, build.managers), scopes)
@@ -113,10 +116,11 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
         build.schedulers,
         tick_s=residency.tick_s,
     )
-    cluster = cluster_of(scenario, build.clock, controller, build.contention)
+    cluster = cluster_of(scenario, build.clock, controller, build.contention, build.links)
 
     def engine(id: int, model: str, gpus: tuple[int, ...]) -> Engine:
         engine = seated(build.seat(id, model, gpus), cluster)
+        offload(engine, build.clock, cluster.log)
         Spans(engine, build.wakeups[gpus[0]], shares_gpu=True)
         return engine
 
@@ -157,16 +161,25 @@ def _residency(scenario: Scenario, demands: Mapping[str, ModelDemand], slots: Se
         raise ScenarioError(f"system {scenario.system.name}: {error}") from error
 
 
-def cluster_of(scenario: Scenario, clock: Clock, controller: Controller, contention: Contention) -> Cluster:
+def links_of(scenario: Scenario, clock: Clock) -> Links:
+    """All links of the GPUs, those to host memory at the rate that the system or the engines say."""
+    memory, offloading = scenario.system.memory, scenario.engine.kv_offloading
+    host_bytes_per_s = offloading.bytes_per_s if offloading is not None else None
+    return Links(
+        clock, scenario.gpus, memory.host_bytes_per_s if isinstance(memory, SwapPoolsSpec) else host_bytes_per_s
+    )
+
+
+def cluster_of(
+    scenario: Scenario, clock: Clock, controller: Controller, contention: Contention, links: Links
+) -> Cluster:
     """A cluster without engines yet, which looks as closely as the scenario asks."""
     merging = not scenario.exact_steps and scenario.engine.contention == "composition"
     context_tokens = {served.id: served.model.max_context_tokens for served in scenario.models}
     cluster = Cluster(
         clock, controller, contention, context_tokens, merging=merging, check=scenario.check, log=scenario.log
     )
-    memory = scenario.system.memory
-    host_bytes_per_s = memory.host_bytes_per_s if isinstance(memory, SwapPoolsSpec) else None
-    cluster.links = Links(clock, scenario.gpus, host_bytes_per_s)
+    cluster.links = links
     return cluster
 
 
@@ -179,6 +192,7 @@ class Builder:
         self.placement, demands = placed
         self.served = {model.id: model for model in scenario.models}
         self.clock = Clock()
+        self.links = links_of(scenario, self.clock)
         self.wakeups = {gpu.id: Wakeups(self.clock) for gpu in scenario.gpus}
         modes = {gpu.id: sharing_of(gpu, scenario).mode for gpu in scenario.gpus}
         # Engines that meet in one slice of a GPU take turns there; of exclusive GPUs each has one engine.
@@ -212,7 +226,9 @@ class Builder:
         self.contention.join(engine, gpus, share)
         settings = replace(self._scenario.engine, block_tokens=self._block_tokens(model))
         managers = [self.managers[gpu] for gpu in gpus]
-        kv = engine_kv(engine, managers, settings.block_tokens, caches=caches_prefixes(memory))
+        offloading = offloads(self._scenario)
+        below = None if offloading is None else (offloading, self.links.of(gpus))
+        kv = engine_kv(engine, managers, settings.block_tokens, caches=caches_prefixes(memory), below=below)
         contiguous = isinstance(memory, ContiguousSpec)
         longest = settings.block_tokens if contiguous else self.served[model].model.max_context_tokens
         return Seat(engine, model, self._step(model, gpus), kv, min(longest, kv.capacity_tokens()), settings)
@@ -223,6 +239,7 @@ class Builder:
         wakeups = self.wakeups[self.placement.instances[seat.engine].gpus[0]]
         shares_gpu = self.contention.contended(seat.engine)
         engine = seated(seat, cluster)
+        offload(engine, self.clock, cluster.log)
         waited_for = self._scenario.clients is not None
         if cluster.merging and isinstance(seat.kv, CountedBlocks) and alone and not shares_gpu and not waited_for:
             Lone(engine, wakeups)
@@ -263,7 +280,8 @@ class Builder:
     def _step(self, model: str, gpus: tuple[int, ...]) -> StepModel:
         served, settings = self.served[model], self._scenario.engine
         gpu = slowest(served, [self._gpus[gpu].spec for gpu in gpus], settings)
-        return step_model(served, gpu, settings, legacy_kernel(self._scenario.system.memory))
+        kernel = legacy_kernel(self._scenario.system.memory)
+        return step_model(served, gpu, settings, kernel, copied_s(served, self._scenario))
 
     def parts(self, cluster: Cluster, columns: Sequence[Column], kv_capacity_bytes: tuple[int, ...]) -> Parts:
         sampler = EngineSampler(columns, [self.managers[gpu] for gpu in sorted(self.managers)])

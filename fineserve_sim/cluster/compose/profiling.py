@@ -30,24 +30,37 @@ PERCENTS = range(30, 101, 10)
 
 
 def step_model(
-    served: ServedModel, gpu: GpuSpec, settings: EngineSettings, kernel: AttentionVariant | None = None
+    served: ServedModel,
+    gpu: GpuSpec,
+    settings: EngineSettings,
+    kernel: AttentionVariant | None = None,
+    copied_s: float = 0.0,
 ) -> StepModel:
-    """The step times of one engine of ``served`` on GPUs of this type, with today's attention kernel or another. Raises
-    ScenarioError for a table of measured steps without such an engine."""
+    """The step times of one engine of ``served`` on GPUs of this type, with today's attention kernel or another. ``copied_s``:
+    what copies of its KV add, a token. Raises ScenarioError for a table of measured steps without such an engine."""
     alike = EngineSettings(
         deployment=settings.deployment,
         latency=settings.latency,
         step_times=settings.step_times,
         step_time_factor=settings.step_time_factor,
     )
-    return _step_model(served.model, served.precision, served.tp, gpu, alike, kernel and kernel.name)
+    engine = served.model, served.precision, served.tp
+    return _step_model(*engine, gpu, alike, kernel and kernel.name, copied_s)
 
 
 @lru_cache(maxsize=256)
 def _step_model(
-    model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, settings: EngineSettings, kernel: str | None
+    model: ModelSpec,
+    precision: PrecisionSpec,
+    tp: int,
+    gpu: GpuSpec,
+    settings: EngineSettings,
+    kernel: str | None,
+    copied_s: float,
 ) -> StepModel:
     step = _as_predicted(model, precision, tp, gpu, settings, kernel)
+    if copied_s:
+        step.copy_tokens(copied_s)
     if settings.step_time_factor != 1.0:
         step.slow_down(settings.step_time_factor)
     return step

@@ -52,7 +52,12 @@ class VllmBatching(Batching):
                 return chunks
             chunks.append(chunk)
             left -= chunk[2]
+        below = self._engine.prefixes
         while left > 0 and queue.waiting and self._may_start(lane):
+            if below is not None and below.has_more(queue.waiting[0]):
+                if not below.fetch(queue):
+                    break
+                continue
             chunk = self._begin_prefill(queue, left)
             if chunk is None:
                 break

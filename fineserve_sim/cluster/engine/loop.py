@@ -40,7 +40,7 @@ NEVER: Final = float("inf")
 class EngineHost(ABC):
     """The cluster around an engine: what an engine tells it, and what an engine asks. ``order`` is that of the event under
     way. With ``logs`` the host writes down what is computed. With ``attentive`` it looks at each launch. A fleet that tells
-    engines to stop, or sequences to leave them, hears of it by ``stopped`` and ``leaves``."""
+    engines to stop, or sequences to leave them, hears of it by ``stopped``, ``leaves`` and ``prefilled``."""
 
     # A base class and no protocol: compiled code calls the methods of a protocol by their names.
     engines: dict[int, Engine]
@@ -52,9 +52,12 @@ class EngineHost(ABC):
     outcomes: Outcomes
     stopped: Callable[[Engine, float], None]
     leaves: Callable[[Engine, Lane, SequenceState, float], None]
+    prefilled: Callable[[Engine, SequenceState, float], None]
 
     @abstractmethod
     def consult(self, engine: Engine, now: float) -> None: ...
+    @abstractmethod
+    def ask_again(self, engine: Engine, now: float) -> None: ...
     @abstractmethod
     def ask_again_s(self, engine: Engine) -> float: ...
     @abstractmethod
@@ -229,10 +232,8 @@ class Engine(State):
     def complete(self, lane: Lane, now: float) -> bool:
         """The lane's batch is done: tokens come out, sequences finish or go on to decode. Whether memory came back."""
         lane.launched = False
-        if lane.decoding:
-            finished = lane.decodes.advance()
-        else:
-            finished = []
+        finished = lane.decodes.advance() if lane.decoding else []
+        if not lane.decoding:
             lane.prompt_batches += 1
         if lane.chunks:
             self.host.progressed(self)
@@ -260,10 +261,13 @@ class Engine(State):
         self.composition_changed = True
         if sequence.prefix is not None:
             self.kv.keep(sequence)
-        sequence.generated_tokens += 1
-        self.host.outcomes.first_token(sequence.index, now)
+        if self.yields:
+            sequence.generated_tokens += 1
+            self.host.outcomes.first_token(sequence.index, now)
         if sequence.generated_tokens == sequence.output_tokens:
             finished.append(sequence)
+        elif self.hands_over:
+            self.host.prefilled(self, sequence, now)
         elif len(self.lanes) == 1:
             lane.decodes.join(sequence)
         else:
@@ -310,8 +314,7 @@ class Engine(State):
             sequence.output_tokens = min(sequence.asked_tokens, most)
 
     def preempt(self, sequence: SequenceState, lane: Lane, now: float) -> None:
-        """Recompute it later: free its blocks, put it to the front of the queue with its generated tokens as part of the
-        prompt."""
+        """Recompute it later: free its blocks, put it to the front of the queue, generated tokens as part of its prompt."""
         if sequence in lane.decodes:
             lane.decodes.remove(sequence)
         else:
@@ -369,8 +372,7 @@ class Engine(State):
         self.executor.replan(now)
 
     def dissolve(self) -> list[SequenceState]:
-        """End the engine between two iterations. Returns the sequences that had started, in order of arrival, with their cached
-        tokens; they hold no block any more."""
+        """End the engine between two iterations. Returns what had started, oldest first, with cached tokens and no blocks."""
         started = sorted(self.take_started(), key=arrival_order)
         for sequence in started:
             self.kv.release(sequence)

@@ -250,9 +250,13 @@ class Queue:
 
     def start(self) -> None:
         """The first waiting sequence begins its prefill."""
+        self.prefilling.append(self.take_first())
+
+    def take_first(self) -> SequenceState:
+        """Remove and return the first waiting sequence."""
         sequence = self.waiting.popleft()
         self.queued_blocks -= self.demand_blocks(sequence)
-        self.prefilling.append(sequence)
+        return sequence
 
     def take_waiting(self) -> list[SequenceState]:
         """Remove and return all that wait."""

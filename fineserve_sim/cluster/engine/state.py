@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from itertools import chain
 
@@ -34,6 +35,18 @@ class Seat:
         return self.max_tokens > 1
 
 
+class PrefixTier(ABC):
+    """Memory behind a link, where prefixes wait for sequences that begin alike."""
+
+    @abstractmethod
+    def has_more(self, sequence: SequenceState) -> bool:
+        """Whether more of what the sequence is to prefill is there than its engine has itself."""
+
+    @abstractmethod
+    def fetch(self, queue: Queue) -> bool:
+        """The first that waits gets blocks, and its prefix comes into them. False, and nothing done, when they do not fit."""
+
+
 class State:
     """The sequences of one engine, its KV and its counters.
 
@@ -54,9 +67,12 @@ class State:
         self.lanes = [
             Lane(self.queues[lane % len(self.queues)], Decodes(settings.block_tokens)) for lane in range(lanes)
         ]
+        self.prefixes: PrefixTier | None = None
         self.stalled: dict[SequenceState, None] = {}
         self.swapped: dict[SequenceState, int] = {}
-        self.coming = self.reserved_blocks = 0
+        self.hands_over = False  # what it has prefilled decodes elsewhere
+        self.yields = True  # a prefill yields a token; else whoever takes over computes the last one again
+        self.coming = self.reserved_blocks = self.awaited_blocks = 0
         self.backlog_tokens = 0  # to be prefilled, of all that is queued or in prefill
         self.slowdown = 1.0  # by contention, now
 
@@ -139,6 +155,7 @@ class State:
         if len(self.queues) > 1:
             queued_blocks = sum([queue.queued_blocks for queue in self.queues])
             head_blocks = max([queue.head_blocks for queue in self.queues])
+        queued_blocks += self.awaited_blocks
         capacity_blocks, stalled = used_blocks + self.kv.free_blocks(), len(self.stalled)
         fullest_bytes = self._fullest_bytes(used_blocks) if self.stages else 0
         shortest_blocks, index = self._shortest() if shortest else (0, None)

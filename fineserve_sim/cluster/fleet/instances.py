@@ -11,6 +11,7 @@ from functools import partial
 
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.engine.links import WEIGHTS, Transfer
+from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.fleet.migrate import Migrations
@@ -27,7 +28,7 @@ TICK = order_of(Kind.TIMER, (1 << 18) + 1)
 
 class Instances(Fleet):
     """The fleet of a cluster of one model. ``spares`` serve ``start_s`` after a command asks for them. Where requests move
-    (``migrates``), looks say which request of an engine would."""
+    (``migrates``), looks say which request of an engine would. ``setup_s``: of each transfer of prefilled requests."""
 
     def __init__(
         self,
@@ -39,10 +40,11 @@ class Instances(Fleet):
         spares: int = 0,
         start_s: float = 0.0,
         migrates: bool = False,
+        setup_s: float = 0.0,
     ) -> None:
         self.cluster = cluster
         self.regrouping = Regrouping(cluster, instances, make, rules)
-        self.migrations = Migrations(cluster, instances)
+        self.migrations = Migrations(cluster, instances, setup_s)
         self._instances = instances
         self._spares = set(instances[len(instances) - spares :])
         self._start_s, self._migrates = start_s, migrates
@@ -63,6 +65,9 @@ class Instances(Fleet):
             for number, layers in layout.items():
                 self._instances[number].load(frozenset(layers))
         self.regrouping.create(layouts)
+
+    def freed(self, engine: Engine, now: float) -> None:
+        self.migrations.take_in(engine, now)
 
     def check(self) -> None:
         pools = [pool for engine in self.cluster.engines.values() for pool in engine.kv.pools]
@@ -105,8 +110,9 @@ class Instances(Fleet):
         hit = self.regrouping.on([number])
         kept = self.regrouping.forget(hit, now)
         lost: list[SequenceState] = []
+        left: list[tuple[Engine, SequenceState]] = []  # prefilled, and were to go to an engine that is lost
         for engine in hit:
-            self.migrations.forget(engine, now)
+            left += self.migrations.forget(engine, now)
             lost += engine.abandon()
             self.regrouping.remove(engine)
         loading = [id for id, (other, _) in self._loading.items() if other is instance]
@@ -118,6 +124,8 @@ class Instances(Fleet):
             cluster.hear(now, EngineFailed(id, instance.gpus))
         for event in kept:
             cluster.hear(now, event)
+        for source, sequence in left:
+            cluster.prefilled(source, sequence, now)
         if hit:
             cluster.returned(hit[0], sorted(lost, key=arrival_order), now, Left.FAILED)
 

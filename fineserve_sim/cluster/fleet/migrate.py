@@ -1,12 +1,18 @@
-"""Live migration between instances (Llumnix): copy while decoding, then a short stop for the rest.
+"""Requests that go on at another instance with their KV.
+
+Live migration (Llumnix): copy while decoding, then a short stop for the rest.
 
 The destination reserves a slot and the blocks when the copy starts. When all that was there has been copied, the sequence
 leaves its batch. The tokens decoded meanwhile follow, and it goes on at the destination. Only then its source gives the memory
 back. A move ends early when the sequence finishes or loses its KV first, or the destination cannot hold what was added.
+
+Engines that only prefill hand over what they have prefilled: such a sequence stands still, and waits where it is until the
+destination has a slot and blocks. Those that wait for the same engine go first come first served, behind what it has preempted.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,7 +24,7 @@ from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.host import TIMER, Cluster
 from fineserve_sim.cluster.scenario import Left
 from fineserve_sim.policy.commands import Migrate
-from fineserve_sim.policy.events import MigrationEnded
+from fineserve_sim.policy.events import MigrationEnded, PrefillEnded
 
 
 @dataclass(slots=True)
@@ -31,18 +37,24 @@ class _Move:
 
 
 class Migrations:
-    """Carries out ``Migrate`` between engines of one lane and counted blocks. ``moved`` counts the moves that succeeded."""
+    """Carries out ``Migrate`` between engines of one lane and counted blocks. ``moved`` counts the moves that succeeded.
+    ``setup_s``: what handing a sequence over takes beside its bytes."""
 
-    def __init__(self, cluster: Cluster, instances: Sequence[TpGroup]) -> None:
-        self._cluster, self._instances = cluster, instances
+    def __init__(self, cluster: Cluster, instances: Sequence[TpGroup], setup_s: float = 0.0) -> None:
+        self._cluster, self._instances, self._setup_s = cluster, instances, setup_s
         self._moves: dict[SequenceState, _Move] = {}
+        self._due: dict[int, deque[_Move]] = defaultdict(deque)  # handed over, by the engine that has no room yet
         self.moved = 0
         cluster.leaves = self._leave
+        cluster.prefilled = self._prefilled
         cluster.actions[Migrate] = self._start
 
     def _start(self, command: Migrate, now: float) -> None:
         engines = self._cluster.engines
         source, destination = engines[command.source], engines[command.destination]
+        if source.hands_over:
+            self._hand_over(command.request_id, source, destination, now)
+            return
         (lane,) = source.lanes
         sequence = next(member for member in lane.decodes if member.index == command.request_id)
         move = _Move(sequence, source, destination, lane.decodes.cached_tokens_of(sequence), 0)
@@ -52,6 +64,47 @@ class Migrations:
         self._moves[sequence] = move
         destination.coming += 1
         self._copy(move, move.copied_tokens, self._copied)
+
+    def _prefilled(self, engine: Engine, sequence: SequenceState, now: float) -> None:
+        """A prefill has ended: the sequence stands still, and the controller says where it goes on."""
+        engine.stalled[sequence] = None
+        if not engine.yields and sequence.prefilled:
+            blocks = engine.kv.blocks_for(sequence.cached_tokens)
+            sequence.cached_tokens -= 1
+            assert isinstance(engine.kv, CountedBlocks)
+            engine.kv.give(blocks - engine.kv.blocks_for(sequence.cached_tokens))
+        self._cluster.touch(engine)
+        self._cluster.hear(now, PrefillEnded(sequence.index, engine.index, sequence.cached_tokens))
+
+    def _hand_over(self, request: int, source: Engine, destination: Engine, now: float) -> None:
+        sequence = next(member for member in source.stalled if member.index == request)
+        move = self._moves[sequence] = _Move(sequence, source, destination, 0, 0)
+        self._due[destination.index].append(move)
+        destination.awaited_blocks += self._blocks(move)
+        self._cluster.touch(destination)
+        self.take_in(destination, now)
+
+    def take_in(self, engine: Engine, now: float) -> None:
+        """Start the copies of sequences that were to go to this engine, as far as it has room now."""
+        due = self._due.get(engine.index)
+        while due and not engine.waiting and engine.free_slots > 0 and self._reserve(due[0], self._blocks(due[0]), now):
+            move = due.popleft()
+            engine.awaited_blocks -= self._blocks(move)
+            engine.coming += 1
+            self._cluster.touch(engine)
+            self._copy(move, move.sequence.cached_tokens, self._set_up if self._setup_s else self._handed_over)
+
+    def _set_up(self, move: _Move, now: float) -> None:
+        """The bytes are there; what a transfer takes besides is still to come."""
+
+        def ready(now: float) -> None:
+            if self._moves.get(move.sequence) is move:
+                self._handed_over(move, now)
+
+        self._cluster.at(now + self._setup_s, TIMER, ready)
+
+    def _blocks(self, move: _Move) -> int:
+        return move.destination.kv.blocks_for(move.sequence.cached_tokens)
 
     def _copied(self, move: _Move, now: float) -> None:
         (lane,) = move.source.lanes
@@ -90,13 +143,19 @@ class Migrations:
         self.moved += 1
         self._cluster.hear(now, MigrationEnded(sequence.index))
 
-    def forget(self, engine: Engine, now: float) -> None:
-        """An engine is lost. What moves from it is lost with it; what moves to it goes on where it is."""
+    def forget(self, engine: Engine, now: float) -> list[tuple[Engine, SequenceState]]:
+        """An engine is lost. What moves from it is lost with it; what moves to it goes on where it is. Returns those that
+        cannot, for they were handed over."""
+        left = []
         for move in list(self._moves.values()):
             if engine in (move.source, move.destination):
                 self._end(move, now)
                 if move.source is not engine and move.sequence in move.source.stalled:
-                    move.source.adopt(move.sequence, now)
+                    if move.source.hands_over:
+                        left.append((move.source, move.sequence))
+                    else:
+                        move.source.adopt(move.sequence, now)
+        return left
 
     def _end(self, move: _Move, now: float) -> None:
         """The request does not move."""
@@ -124,7 +183,11 @@ class Migrations:
         engine = move.destination
         assert isinstance(engine.kv, CountedBlocks)
         del self._moves[move.sequence]
-        engine.coming -= 1
+        if move in (due := self._due[engine.index]):
+            due.remove(move)
+            engine.awaited_blocks -= self._blocks(move)
+        else:
+            engine.coming -= 1
         engine.kv.give(move.reserved_blocks)
         engine.reserved_blocks -= move.reserved_blocks
         self._cluster.touch(engine)

@@ -14,7 +14,7 @@ from fineserve_sim.experiment.file.hardware_checks import check_hardware, check_
 from fineserve_sim.experiment.file.output_checks import check_claim, check_figure
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.systems import Sharing, SystemSpec
-from fineserve_sim.systems.spec import ClairvoyantSpec, FcfsSpec, KvprPlacementSpec
+from fineserve_sim.systems.spec import ClairvoyantSpec, FcfsSpec, KvprPlacementSpec, PrivatePoolsSpec
 
 LOADS = ("share", "rate_per_s", "phases", "clients")
 """What may say how many requests a model gets."""
@@ -25,6 +25,7 @@ def check(document: Document, file: schema.ExperimentFile, setup: Setup) -> None
     check_hardware(document, setup)
     check_pins(document, file, setup)
     _check_systems(document, file, setup)
+    _check_offloading(document, file, setup)
     _unique(document, "models", [model.id for model in file.models])
     _unique(document, "sweeps", [sweep.name for sweep in file.sweeps])
     _unique(document, "claims", [claim.id for claim in file.claims])
@@ -59,6 +60,19 @@ def _check_shares(document: Document, path: KeyPath, sharings: Sequence[Sharing 
         for name in sharing.percent if sharing is not None and isinstance(sharing.percent, dict) else ():
             if name not in ids:
                 raise document.error(path, f'unknown model "{name}"; {nearest(name, ids)}')
+
+
+def _check_offloading(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
+    """Some system keeps prefixes on its GPUs, for a cache in host memory is below that, and engines are vLLM's."""
+    path: KeyPath = ("engine", "kv_offloading")
+    if file.engine.kv_offloading is None:
+        return
+    if file.engine.batching != "vllm":
+        raise document.error(path, f"is vLLM's; leave it out with batching {file.engine.batching}")
+    named = [setup.systems[item if isinstance(item, str) else item.name] for item in file.systems]
+    if not any(isinstance(system.memory, PrivatePoolsSpec) and system.memory.prefix_cache for system in named):
+        problem = "no system keeps prefixes on its GPUs; give one memory: {policy: private, prefix_cache: true}"
+        raise document.error(path, problem)
 
 
 def _check_faults(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:

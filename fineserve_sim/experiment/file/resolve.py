@@ -15,6 +15,7 @@ from fineserve_sim import catalog
 from fineserve_sim.catalog import ModelSpec, PrecisionSpec
 from fineserve_sim.cluster import EngineSettings, Fault, Gpu
 from fineserve_sim.cluster.compose.memory import SGLANG_CHUNK_TOKENS, static_fraction
+from fineserve_sim.cluster.offloading import KVOffloading
 from fineserve_sim.cluster.scenario import MeasuredSteps
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.document import Document, KeyPath
@@ -107,7 +108,9 @@ def _engine(file: schema.ExperimentFile, gpus: Sequence[Gpu], steps: MeasuredSte
     """The settings of the file. Where it leaves SGLang's chunks and static part open, they are SGLang's own, the part that of
     the smallest GPU and the largest TP group. SGLang's rule for this part leaves room for one engine a GPU. Where several
     models may share one, each engine counts all that it needs within the memory utilization, as with vLLM."""
-    chosen = dict(file.engine) | {"step_times": steps}
+    offloading = file.engine.kv_offloading
+    below = None if offloading is None else KVOffloading(**dict(offloading))
+    chosen = dict(file.engine) | {"step_times": steps, "kv_offloading": below}
     if file.engine.batching != "vllm":
         said = file.engine.model_fields_set
         if "token_budget" not in said:

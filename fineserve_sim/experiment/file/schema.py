@@ -156,6 +156,15 @@ def _has_nodes(value: Any) -> bool:
     return isinstance(value, MixedCluster) or (isinstance(value, dict) and "nodes" in value)
 
 
+class KVOffloading(Strict):
+    """KV of prefixes in host memory, ``size_gib`` for each engine over all its GPUs; see
+    ``fineserve_sim.cluster.scenario.KVOffloading``."""
+
+    size_gib: NonNegative
+    bytes_per_s: Positive | None = None
+    store_s_per_gib: NonNegative = 0.0
+
+
 class Engine(Strict):
     """The settings of every engine, as ``fineserve_sim.cluster.scenario.EngineSettings`` explains them. ``step_times``: the
     table of ``fineserve-calibrate`` or ``fineserve-run steps``, relative to the experiment file."""
@@ -171,6 +180,7 @@ class Engine(Strict):
     latency: Literal["tables", "roofline"] = "tables"
     step_times: str | None = None
     step_time_factor: Positive = 1.0
+    kv_offloading: KVOffloading | None = None
 
 
 class Phase(Strict):
@@ -357,6 +367,7 @@ class SystemVariant(Strict):
     drop: dict[str, Any] | None = None
     migration: dict[str, Any] | None = None
     scaling: dict[str, Any] | None = None
+    roles: dict[str, Any] | None = None
 
 
 SystemItem = Annotated[

@@ -22,6 +22,7 @@ from fineserve_sim.policy.commands import Command
 from fineserve_sim.policy.controller import Controller, check_state
 from fineserve_sim.policy.groups.dispatch import DispatchPolicy, GroupEngine, LlumnixMigration, Phase
 from fineserve_sim.policy.groups.drop_plan import DropPlan, Group, KunServeDrop, ScaleOut, even_split, pipeline_layout
+from fineserve_sim.policy.groups.roles import Roles, decode_router
 from fineserve_sim.policy.interfaces import EngineLoad, Request
 
 TICK_S = 0.1
@@ -47,7 +48,8 @@ class GroupController(Controller):
     """Dispatches requests to engines, and merges, splits and starts engines.
 
     ``instances`` are the GPUs of each instance. The first ones serve from the start, as engines 0, 1, ... of ``stages``
-    instances each. The last ``spares`` serve only when ``scale_out`` asks for them.
+    instances each. The last ``spares`` serve only when ``scale_out`` asks for them. With ``roles``, ``dispatch`` chooses among
+    the engines that prefill, and a prefilled request goes to the one of the others with the most free KV memory.
     """
 
     stays = "engines of one model queue their requests themselves"
@@ -63,13 +65,15 @@ class GroupController(Controller):
         scale_out: ScaleOut | None,
         stages: int,
         spares: int,
+        roles: Roles | None = None,
     ) -> None:
         super().__init__({model.id: ()})
         self._model, self._gpus = model, tuple(instances)
         self.max_tokens = model.max_tokens
-        self._dispatcher = dispatch
+        self._dispatcher, self._decoders, self._roles = dispatch, decode_router(), roles
+        self._prefilled: list[events.PrefillEnded] = []  # requests that no engine takes over now
         self._drop, self._migration, self._scale_out = drop, migration, scale_out
-        self.needs_loads = dispatch.needs_loads
+        self.needs_loads = dispatch.needs_loads or roles is not None
         if drop or migration or scale_out:
             self.next_tick_s = 0.0
         self._ticks = 0
@@ -97,6 +101,7 @@ class GroupController(Controller):
             events.EngineDrained: self._drained,
             events.EngineFailed: self._failed,
             events.GpusRepaired: self._repaired,
+            events.PrefillEnded: self._prefill_ended,
             events.MigrationEnded: self._moved,
         }
 
@@ -110,20 +115,54 @@ class GroupController(Controller):
     def _dispatch(self, request: Request) -> list[Command]:
         id = self._dispatcher.choose()
         if id is not None and request.prompt_tokens >= self._engines[id].holds_tokens:  # then the first that holds it
-            id = next((engine.id for engine in self._able(request) if engine.takes_requests), None)
+            others = self._able(self._dispatcher, request.prompt_tokens)
+            id = next((engine.id for engine in others if engine.takes_requests), None)
         if id is not None:
-            load = self._engines[id].load  # until it is told again, it counts what the engine is given
-            blocks = -(-request.prompt_tokens // self._model.block_tokens) + 1
-            queued_blocks, head_blocks = load.queued_blocks + blocks, load.head_blocks or blocks
-            self._note({id: load._replace(queued_blocks=queued_blocks, head_blocks=head_blocks)})
+            self._promise(id, request.prompt_tokens)
             return [commands.Dispatch(request.id, id)]
-        if self._engines and next(self._able(request), None) is None:
+        able = next(self._able(self._dispatcher, request.prompt_tokens), None)
+        if able is None and next(self._able(self._dispatcher, -1), None) is not None:
             return [commands.Drop(request.id, "no instance that is left can hold it")]
         self._held.append(request)
         return []
 
-    def _able(self, request: Request) -> Iterator[GroupEngine]:
-        return (engine for engine in self._engines.values() if request.prompt_tokens < engine.holds_tokens)
+    def _promise(self, id: int, tokens: int) -> None:
+        """Until it is told again, the load of an engine counts what it is given."""
+        load = self._engines[id].load
+        blocks = -(-tokens // self._model.block_tokens) + 1
+        queued_blocks, head_blocks = load.queued_blocks + blocks, load.head_blocks or blocks
+        self._note({id: load._replace(queued_blocks=queued_blocks, head_blocks=head_blocks)})
+
+    def _able(self, router: DispatchPolicy, tokens: int) -> Iterator[GroupEngine]:
+        """The engines of this router that can hold so many tokens and more."""
+        return (
+            engine
+            for engine in self._engines.values()
+            if tokens < engine.holds_tokens and self._router(engine) is router
+        )
+
+    def _router(self, engine: GroupEngine) -> DispatchPolicy:
+        """What chooses among engines like this one."""
+        return self._dispatcher if self._roles is None or self._roles.prefills(engine) else self._decoders
+
+    def _prefill_ended(self, event: events.PrefillEnded) -> list[Command]:
+        if event.request_id in self._moving or any(event.request_id == held.request_id for held in self._prefilled):
+            raise ValueError(f"request {event.request_id} is prefilled already: that cannot be")
+        source = self._told_of(event.engine)
+        if self._roles is None or (source is not None and not self._roles.prefills(source)):
+            raise ValueError(f"a prefill ends at engine {event.engine}, which decodes: that cannot be")
+        return [] if source is None else self._hand_over(event)
+
+    def _hand_over(self, prefilled: events.PrefillEnded) -> list[Command]:
+        id = self._decoders.choose()
+        if id is not None and prefilled.tokens >= self._engines[id].holds_tokens:
+            id = next((engine.id for engine in self._able(self._decoders, prefilled.tokens)), None)
+        if id is None:
+            self._prefilled.append(prefilled)
+            return []
+        self._promise(id, prefilled.tokens)
+        move = self._moving[prefilled.request_id] = commands.Migrate(prefilled.request_id, prefilled.engine, id)
+        return [move]
 
     def _longest(self, engine: int) -> int:
         """Tokens of the longest sequence that an engine holds: a request moves only where it may become as long."""
@@ -131,7 +170,9 @@ class GroupController(Controller):
 
     def _release_held(self) -> list[Command]:
         held, self._held = self._held, []
-        return [command for request in held for command in self._dispatch(request)]
+        prefilled, self._prefilled = self._prefilled, []
+        again = [command for request in prefilled for command in self._hand_over(request)]
+        return again + [command for request in held for command in self._dispatch(request)]
 
     def _abort(self, event: events.RequestAborted) -> list[Command]:
         self._held = [request for request in self._held if request.id != event.request_id]
@@ -143,7 +184,8 @@ class GroupController(Controller):
             if engine is not None:
                 engine.load = load
                 if engine.takes_requests:
-                    self._dispatcher.offer(engine)
+                    router = self._dispatcher if self._roles is None else self._router(engine)
+                    router.offer(engine)
         return []
 
     def _resize(self, event: events.EnginesResized) -> list[Command]:
@@ -173,9 +215,9 @@ class GroupController(Controller):
         engine = self._engines[id]
         engine.phase = phase
         if engine.takes_requests:
-            self._dispatcher.offer(engine)
+            self._router(engine).offer(engine)
         else:
-            self._dispatcher.withdraw(id)
+            self._router(engine).withdraw(id)
 
     def _serve(self, engine: GroupEngine | None) -> list[Command]:
         if engine is None:
@@ -184,8 +226,9 @@ class GroupController(Controller):
         return self._release_held()
 
     def _remove(self, id: int) -> None:
-        if self._engines.pop(id, None) is not None:
-            self._dispatcher.withdraw(id)
+        if (engine := self._engines.pop(id, None)) is not None:
+            self._router(engine).withdraw(id)
+            self._prefilled = [held for held in self._prefilled if held.engine != id]
             self._remove_tied(id)
 
     def _remove_tied(self, id: int) -> None:

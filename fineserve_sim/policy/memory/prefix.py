@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from heapq import heappop, heappush, heapreplace
+from itertools import takewhile
 
 
 def block_keys(prefix_ids: Sequence[int], id_tokens: int, block_tokens: int, tokens: int) -> tuple[int, ...]:
@@ -88,6 +89,10 @@ class SharedBlocks:
             self._in_runs.update(run)
             heappush(self._runs, (self._rank(run[-1]), run))
         return free
+
+    def found(self, keys: Sequence[int]) -> int:
+        """How many blocks ``match`` would give."""
+        return sum(1 for _ in takewhile(lambda pair: pair[1] in pair[0], zip(self._recorded, keys, strict=False)))
 
     def match(self, keys: Sequence[int]) -> list[int]:
         """The blocks of the longest recorded prefix, now held by one sequence more. Nothing is copied or taken."""

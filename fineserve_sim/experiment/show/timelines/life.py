@@ -195,6 +195,8 @@ class _Log:
             self._decided(now, entry)
         elif entry.get("span") == "Preempted" and entry["request"] == self._id:
             self._note(now, f"preempted{_at(self._visits, now, ' on')}: its KV memory went to others")
+        elif entry.get("span") == "Fetched" and entry["request"] == self._id:
+            self._note(now, f"{entry['tokens']:,} tokens come from host memory, for {entry['seconds']:.3g} s")
         elif self.open and event == "EngineStepped":
             self._looked_at(now, entry["engines"])
         elif entry.get("span") == "EngineLaunched" and self._queue == entry["engine"]:
@@ -263,6 +265,8 @@ class _Log:
         if command == "Dispatch":
             self._note(now, f"Dispatch to engine {entry['engine']}")
             self._queue, self._reason = entry["engine"], STEP
+        elif command == "Migrate":
+            self._note(now, f"Migrate from engine {entry['source']} to engine {entry['destination']}")
         else:
             self._note(now, f"{command}: {entry.get('reason', '')}".rstrip(": "))
 
