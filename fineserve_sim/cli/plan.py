@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -36,6 +37,7 @@ from fineserve_sim.cli.limits import (
 from fineserve_sim.cli.size import PricesOption, prices_of
 
 if TYPE_CHECKING:
+    from fineserve_sim.planning.in_time import InTime
     from fineserve_sim.planning.make import Found, Told
 
 ModelsOption = Annotated[
@@ -132,6 +134,16 @@ def plan(
             min=0.0, max=1.0, help="Find the fewest of these GPUs that keep this share of the requests on time."
         ),
     ] = None,
+    every_s: Annotated[
+        float | None,
+        typer.Option(
+            "--every",
+            min=1.0,
+            metavar="SECONDS",
+            help="Plan in time: a placement for each stretch of so many seconds, chosen by the one before.",
+            show_default=False,
+        ),
+    ] = None,
     seconds: SecondsOption = None,
     evaluations: EvaluationsOption = None,
     seed: Annotated[int, typer.Option(min=0, help="Of the search.")] = 0,
@@ -142,13 +154,14 @@ def plan(
 ) -> None:
     """Find a plan: which model in which precision and degree on which GPUs.
 
-    The plan is chosen by the first two thirds of the requests and judged by the others.
+    The plan is chosen by the first two thirds of the requests and judged by the others. With --every, each part of the trace
+    judges what was chosen by the part before.
     """
     with interruptible():
         from fineserve_sim.experiment.file.document import to_yaml
         from fineserve_sim.experiment.run.executors import executor_of
+        from fineserve_sim.planning import in_time, make, page
         from fineserve_sim.planning import like as planning_like
-        from fineserve_sim.planning import make, page
 
         types = gpu or ["h100-sxm"]
         prices = make.prices_by_type(types, prices_of(price or []), target)
@@ -178,8 +191,30 @@ def plan(
             ),
             kept=taken.kept if taken else {},
         )
+        if every_s is not None and target is not None:
+            raise ValueError("--every plans on all GPUs: leave out --target")
         if seconds is None and evaluations is None:
             seconds = make.SECONDS
+        if every_s is not None:
+            with executor_of(executor, jobs) as where:
+                timed = in_time.planned(
+                    wish,
+                    every_s,
+                    where,
+                    evaluations=evaluations,
+                    seconds=seconds,
+                    seed=seed,
+                    tell=_tell,
+                    path=folder / SEARCHED,
+                )
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / "plan.yaml"
+            path.write_text(to_yaml(in_time.document(timed, every_s)), encoding="utf-8")
+            if as_json:
+                print_json({"plan": str(path), **asdict(timed) | {"wish": None}})
+            else:
+                _print_in_time(timed, path)
+            return
         with executor_of(executor, jobs) as where:
             found = make.found(
                 wish,
@@ -238,6 +273,22 @@ def _json(found: Found, path: Path) -> dict[str, Any]:
         },
         "promised": found.promised,
     }
+
+
+def _print_in_time(found: InTime, path: Path) -> None:
+    from rich.table import Table
+
+    from fineserve_sim.planning.in_time import RIVALS
+
+    kept = Table("from s", "engines came", "GiB moved", "on time", *RIVALS, box=None)
+    for window in found.windows:
+        shares = (f"{100 * share:.1f} %" for share in (window.on_time, *window.rivals))
+        kept.add_row(f"{window.from_s:,.0f}", str(window.came), f"{window.moved_bytes / 2**30:.0f}", *shares)
+    totals = (f"{100 * share:.1f} ± {100 * half_width:.1f} %" for share, half_width in found.rivals)
+    kept.add_row("all but the first", "", "", f"{100 * found.on_time:.1f} %", *totals)
+    console().print(kept)
+    typer.echo("The first window is looked at, not judged; ± is of the difference to the plan in time.")
+    typer.echo(f"Plan in {path}: fineserve-sim run {path}")
 
 
 def _print(found: Found, path: Path, usd_per_gpu_hour: float | None) -> None:

@@ -23,7 +23,7 @@ SITUATIONS = ("unseen requests", "twice the load", "the worst GPU is lost")
 OTHER_PLACES = 3
 """So many other places of a model are simulated, those first whose GPUs lose least."""
 MOST_MODELS = 24
-"""Of more models, other places are simulated for these many alone, those with most requests late."""
+"""Other places are simulated for so many models at most, those with most requests late."""
 
 
 @dataclass(frozen=True, slots=True)

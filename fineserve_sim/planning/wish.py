@@ -20,7 +20,7 @@ from fineserve_traces import Trace
 
 from fineserve_sim import catalog
 from fineserve_sim.catalog import ModelSpec
-from fineserve_sim.cluster import ScenarioError, ServedModel, simulate
+from fineserve_sim.cluster import Scenario, ScenarioError, ServedModel, simulate
 from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.experiment import Experiment, experiment_for_trace
@@ -157,24 +157,32 @@ class Wish:
 def problem_of(wish: Wish) -> Problem:
     """What the search solves. Raises ConfigError for a wish that means nothing, ValueError for an option that a model cannot
     run in, or where no plan is possible."""
-    experiment = wish.experiment([BASE])
+    trace = whole_of(wish).whole_trace
+    return problem_on(wish, trace.take(np.arange(max(1, round(CHOSEN * len(trace))))))
+
+
+def whole_of(wish: Wish, system: str = BASE, seed: int = 0) -> Scenario:
+    """All requests of a wish on its GPUs, under a system. ``seed``: of how they are dealt out to the models."""
+    experiment = wish.experiment([system])
     (point,) = experiment.points
     setup = experiment.setup_of(point)
     limits = (wish.ttft_slo_s,) * len(setup.models)
-    whole = scenario(Run(setup, point.overrides, BASE, point.load, point.rate_scale, 0, limits))
-    trace = whole.whole_trace
-    chosen = trace.take(np.arange(max(1, round(CHOSEN * len(trace)))))
-    whole = replace(whole, models=tuple(_as_seen(served, chosen) for served in whole.models))
+    return scenario(Run(setup, point.overrides, system, point.load, point.rate_scale, seed, limits))
+
+
+def problem_on(wish: Wish, chosen: Trace) -> Problem:
+    """What is searched by these requests: as they are, faster, and in another mix. Raises as ``problem_of``."""
+    whole = whole_of(wish)
     faster = replace(chosen, arrival_s=chosen.arrival_s / FASTER)
     options = tuple(
-        tuple(_option(model.id, resolved.spec, precision, tp) for precision, tp in model.options)
-        for model, resolved in zip(wish.models, setup.models, strict=True)
+        tuple(_option(model.id, served.model, precision, tp) for precision, tp in model.options)
+        for model, served in zip(wish.models, whole.models, strict=True)
     )
     problem = Problem(
-        replace(whole, trace=chosen),
+        replace(whole, trace=chosen, models=tuple(_as_seen(served, chosen) for served in whole.models)),
         options,
         (Part(chosen), Part(faster, FASTER_WEIGHT), Part(another_mix(chosen, seed=2), MIXED_WEIGHT)),
-        Limits(limits, wish.tpot_slo_s, wish.e2e_slo_s),
+        Limits((wish.ttft_slo_s,) * len(options), wish.tpot_slo_s, wish.e2e_slo_s),
         wish.rules,
     )
     if why := impossible(problem):
@@ -300,11 +308,7 @@ def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
 
 def unseen(wish: Wish, seed: int = 0) -> Trace:
     """The requests that the search does not see. ``seed``: of how they are dealt out to the models."""
-    experiment = wish.experiment([BASE])
-    (point,) = experiment.points
-    setup = experiment.setup_of(point)
-    limits = (wish.ttft_slo_s,) * len(setup.models)
-    whole = scenario(Run(setup, point.overrides, BASE, point.load, point.rate_scale, seed, limits)).whole_trace
+    whole = whole_of(wish, seed=seed).whole_trace
     first = max(1, round(CHOSEN * len(whole)))
     if first >= len(whole):
         raise ValueError(f"{wish.trace}: {len(whole)} requests are too few to choose a plan and to judge it; give more")

@@ -25,7 +25,7 @@ class DriftingHomes:
     """``models`` by id, with profiles, their ``weight_bytes`` being all that an engine takes beside KV. ``replace_s``: seconds
     between two changes. ``horizon_s``: within so long a change must pay. A model without requests for ``idle_s`` gives way to
     one that waits. ``load_bytes_per_s``: at which weights come to a GPU. Raises ValueError for times or rates that are not
-    positive."""
+    positive, and for a model without a profile."""
 
     models: Mapping[str, ModelDemand]
     gpus: Sequence[GpuSlot]
@@ -37,6 +37,8 @@ class DriftingHomes:
     def __post_init__(self) -> None:
         if min(self.replace_s, self.horizon_s, self.load_bytes_per_s) <= 0:
             raise ValueError("replace_s, horizon_s and load_bytes_per_s must be positive")
+        if without := [id for id, model in self.models.items() if not model.profile]:
+            raise ValueError(f"model {without[0]} has no profile, by which late requests are predicted")
         self._next_s = self.replace_s
         self._groups = {tp: tp_groups(self.gpus, tp) for tp in {model.tp for model in self.models.values()}}
         self._wanted: dict[str, tuple[Group, ...]] | None = None
