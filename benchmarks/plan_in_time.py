@@ -9,8 +9,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import yaml
-from plan_matrix import wish_of
 
+from benchmarks.plan_matrix import wish_of
 from fineserve_sim.planning.in_time import RIVALS, planned
 from fineserve_sim.planning.make import Wish
 

@@ -25,6 +25,7 @@ BLOCKS: Mapping[str, Callable[[], str]] = {
     "models": hardware.models,
     "precisions": hardware.precisions,
     "deployments": hardware.deployments,
+    "loaders": hardware.loaders,
     "commands-sim": commands.fineserve_sim,
     "commands-calibrate": commands.fineserve_calibrate,
     "commands-run": commands.fineserve_run,

@@ -95,5 +95,16 @@ def deployments() -> str:
     return table(("deployment", "ms a step", "ms a sequence", "floor, ms", "kind", "source"), rows)
 
 
+def loaders() -> str:
+    """How fast weights come to a GPU."""
+    rows = []
+    for name, one in catalog.loaders().items():
+        node = f"{one.node_bytes_per_s.value / 1e9:g}" if one.node_bytes_per_s else "-"
+        rows.append(
+            (f"`{name}`", f"{one.bytes_per_s.value / 1e9:g}", node, one.bytes_per_s.kind, one.bytes_per_s.source)
+        )
+    return table(("loader", "GB/s to a GPU", "GB/s to a node", "kind", "source"), rows)
+
+
 def _ms(time: Quantity) -> str:
     return f"{time.value * 1e3:g}"

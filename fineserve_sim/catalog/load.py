@@ -17,6 +17,7 @@ from fineserve_sim.catalog.specs import (
     GpuSpec,
     KernelRates,
     ListPrices,
+    Loader,
     MigGpu,
     PrecisionSpec,
     Spec,
@@ -86,6 +87,12 @@ def kernel_rates() -> KernelRates:
 def driver_costs() -> DriverCosts:
     """What the driver's virtual memory calls cost."""
     return DriverCosts.model_validate(_read("driver.yaml"))
+
+
+@cache
+def loaders() -> Mapping[str, Loader]:
+    """Every loader of weights by name."""
+    return _entries("loading.yaml", Loader)
 
 
 @cache

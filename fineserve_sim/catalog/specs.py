@@ -286,6 +286,14 @@ class DriverCosts(Spec):
     batched_map_s: Quantity
 
 
+class Loader(Spec):
+    """How weights come to a GPU: ``bytes_per_s`` to one, ``node_bytes_per_s`` to all of a node together (None: no limit)."""
+
+    name: str
+    bytes_per_s: Quantity
+    node_bytes_per_s: Quantity | None = None
+
+
 class AttentionVariant(Spec):
     """An attention kernel: how many times longer it takes than FlashAttention on contiguous KV.
 

@@ -286,11 +286,16 @@ class RoundRobinPlacementSpec(Spec):
 
 
 class ActivationSpec(Spec):
-    """How long an engine takes to come. ``engine_pool`` and ``parallel_loading``: what makes activation fast; ``tick_s``: how
-    often the whole state is looked at."""
+    """How long an engine takes to come. ``engine_pool`` and ``parallel_loading``: what makes activation fast in Prism;
+    ``loader``: of the catalog, in place of Prism's rates; ``tick_s``: how often the whole state is looked at.
+
+    vLLM's sleep of level 1 keeps weights in host memory (a ``-host`` loader), level 2 reads them again from disk. Both keep the
+    engine's process (``engine_pool``). Without a pool, the engine starts first.
+    """
 
     engine_pool: bool = True
     parallel_loading: bool = True
+    loader: Literal["serverlessllm-host", "serverlessllm-disk", "safetensors-host", "safetensors-disk"] | None = None
     engine_start_s: Annotated[float, Field(ge=0)] = 30.0
     tick_s: Annotated[float, Field(gt=0)] = 1.0
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fineserve_sim.catalog import loaders
 from fineserve_sim.cluster.compose.sources import sources_digest
 from fineserve_sim.cluster.fleet.loader import ActivationCost, activation_cost
 from fineserve_sim.policy.fleet.drifting import DriftingHomes
@@ -136,7 +137,7 @@ def build_schedulers(
     return {tuple(sheet.engine for sheet in members): build(spec, members) for members in scopes.values()}
 
 
-_LOADING = {"engine_pool", "parallel_loading", "engine_start_s"}
+_LOADING = {"engine_pool", "parallel_loading", "engine_start_s", "loader"}
 """Options of a residency that say how long an activation takes."""
 
 
@@ -168,4 +169,9 @@ def build_activation_cost(spec: specs.ResidencySpec) -> ActivationCost:
     """What ``Activate`` takes. A QLM swap has one length, whatever the model."""
     if isinstance(spec, specs.QlmResidencySpec):
         return ActivationCost(spec.swap_s, float("inf"), float("inf"))
-    return activation_cost(**spec.model_dump(include=_LOADING))
+    cost = activation_cost(**spec.model_dump(include=_LOADING - {"loader"}))
+    if spec.loader is None:
+        return cost
+    loader = loaders()[spec.loader]
+    node = loader.node_bytes_per_s
+    return ActivationCost(cost.overhead_s, loader.bytes_per_s.value, node.value if node else float("inf"))
