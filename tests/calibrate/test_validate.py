@@ -743,6 +743,23 @@ def test_a_sweep_with_tabs(tmp_path: Path) -> None:
     assert found.unsupported["vllm", "openai/gpt-oss-120b", "a repetition or a trace of one concurrency"] == 1
 
 
+RESIDENCY = (
+    "tenant_id,request_idx,ttft_ms,tpot_ms,mean_itl_ms,e2e_ms,num_input_tokens,num_output_tokens,start_time\n"
+    "a,1,70,12,12,1600,1024,128,101.5\na,0,60,12,12,1500,256,128,100.0\n"
+)
+
+
+def test_runs_of_tenants_in_the_order_in_which_they_were_sent(tmp_path: Path) -> None:
+    path = tmp_path / "run_requests.csv"
+    path.write_text(RESIDENCY, encoding="utf-8")
+    (case,) = read_set(path, StepModel).cases
+    assert isinstance(case.load, OpenLoop)
+    assert case.load.arrival_s.tolist() == [0.0, 1.5]
+    assert case.load.prompt_tokens.tolist() == [256, 1024]
+    assert case.ttft_s.tolist() == [0.06, 0.07]
+    assert (case.serving.token_budget, case.serving.max_sequences, case.serving.steps_ahead) == (8192, 256, 1)
+
+
 @pytest.mark.slow
 def test_a_draft_head_within_15_percent_and_as_the_page_says() -> None:
     """Every other concurrency of gpt-oss-120b with EAGLE3; the others gave the host time of a draft's passes."""

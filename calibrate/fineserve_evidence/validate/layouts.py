@@ -58,6 +58,11 @@ LAYOUTS = (
     Layout("Aegaeon", aegaeon.COLUMNS, lambda frame, path, _: aegaeon.read_aegaeon(frame, path)),
     Layout("NVIDIA many models", many_models.COLUMNS, lambda frame, path, _: many_models.read_many_models(frame, path)),
     Layout("InferenceX sweep", inferencex.COLUMNS, lambda frame, path, _: inferencex.read_inferencex(frame, path)),
+    Layout(
+        "BLIS residency",
+        open_loops.RESIDENCY_COLUMNS,
+        lambda frame, path, _: open_loops.read_residency(frame, path),
+    ),
     Layout("DistServe", open_loops.DISTSERVE_COLUMNS, lambda frame, path, _: open_loops.read_distserve(frame, path)),
 )
 

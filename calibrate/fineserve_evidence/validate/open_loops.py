@@ -1,4 +1,4 @@
-"""Sets with open arrivals at one model: BLIS (means of long runs) and DistServe (single requests)."""
+"""Sets with open arrivals at one model: BLIS (means of long runs), its residency runs and DistServe (single requests)."""
 
 from __future__ import annotations
 
@@ -37,6 +37,8 @@ BLIS_SEQUENCES = 128
 
 STEPS_AHEAD = 1
 """vLLM from 0.14 on schedules the next step while one runs. A request that comes meanwhile is in the step after."""
+RESIDENCY_COLUMNS = ("tenant_id", "ttft_ms", "tpot_ms", "e2e_ms", "num_input_tokens", "num_output_tokens", "start_time")
+RESIDENCY_BUDGET, RESIDENCY_SEQUENCES = 8192, 256
 FITTED_RATE = 1.0
 DISTSERVE_COLUMNS = ("system", "rate", "run_requests", "issue_s", "prompt_len", "output_len", "ttft_ms", "tpot_ms")
 
@@ -106,6 +108,41 @@ def _blis_case(row: dict[Any, Any], name: str) -> Case:
     tpot_s = (row["gt_e2e_ms"] - row["gt_ttft_ms"]) / later / 1e3
     label = Label(name, "vllm", str(row["model"]), "W16A16", tp)
     return Case(label, supported(engine), load, np.array([row["gt_ttft_ms"] / 1e3]), np.array([tpot_s]))
+
+
+def read_residency(frame: pd.DataFrame, path: Path) -> MeasuredSet:
+    """Read a run of BLIS' residency study as one case, a row a request: Qwen3-14B on one H100 under vLLM 0.23.
+
+    The engine's settings are recorded (``server_config.json`` of inference-sim/residency-vllm @ 2641b57). Prompts are random,
+    so that none begin alike. Their lengths are those that the client asked for.
+    """
+    check_positive(frame, RESIDENCY_COLUMNS[1:-1], path)
+    rows = frame.sort_values("start_time", kind="stable")
+    prompts, outputs = (rows[name].to_numpy(np.int64) for name in ("num_input_tokens", "num_output_tokens"))
+    sent_s = rows["start_time"].to_numpy(np.float64)
+    serving = Serving(
+        model_named("qwen3-14b"),
+        precision("fp16"),
+        1,
+        gpu("h100-sxm"),
+        deployment("vllm-cudagraph"),
+        RESIDENCY_BUDGET,
+        RESIDENCY_SEQUENCES,
+        front_end_s=FRONT_END_S,
+        steps_ahead=STEPS_AHEAD,
+    )
+    load = OpenLoop(sent_s - sent_s[0], np.zeros(len(rows), dtype=np.int64), prompts, outputs)
+    ttft_s, tpot_s = (rows[name].to_numpy(np.float64) / 1e3 for name in ("ttft_ms", "tpot_ms"))
+    label = Label(stem(path), "vllm", "qwen3-14b", "W16A16", 1)
+    return MeasuredSet(
+        stem(path),
+        (Case(label, supported(serving), load, ttft_s, np.where(outputs > 1, tpot_s, np.nan)),),
+        assumptions=(
+            f"settings as recorded: token budget {RESIDENCY_BUDGET}, {RESIDENCY_SEQUENCES} sequences; steps are one ahead",
+            f"{FRONT_END_S * 1e3:g} ms before the engine, as in LMBench; prompts as long as they were asked for",
+        ),
+        sensitivities=(Sensitivity("no step scheduled ahead", with_serving(steps_ahead=0)),),
+    )
 
 
 def read_distserve(frame: pd.DataFrame, path: Path) -> MeasuredSet:
