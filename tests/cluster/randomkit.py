@@ -165,7 +165,7 @@ def drifting(random: Random) -> Scenario:
     residency = {
         "policy": "drifting",
         "idle_s": random.choice([0.5, 3.0]),
-        "replace_s": random.choice([0.7, 2.0]),
+        "replace_s": random.choice([2.0, 5.0]),
         "horizon_s": random.choice([5.0, 600.0]),
         "engine_pool": random.random() < 0.7,
         "engine_start_s": 4.0,

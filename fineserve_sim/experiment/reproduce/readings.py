@@ -124,6 +124,7 @@ def read(path: Path) -> Verdicts:
 
 
 def _write(verdicts: Mapping[tuple[str, str], Mapping[str, str]], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary, temporary.open("w", newline="", encoding="utf-8") as lines:
         rows = csv.writer(lines, lineterminator="\n")
         rows.writerow(COLUMNS)
