@@ -334,6 +334,7 @@ def plan(
     most_per_gpu: int | None = None,
     survive: Literal["gpu", "node"] | None = None,
     target: float | None = None,
+    every_s: float | None = None,
     seconds: float | None = None,
     evaluations: int | None = None,
     seed: int = 0,
@@ -347,10 +348,11 @@ def plan(
     ``like``. With several types of ``gpu``, the cheapest at its ``price`` is taken that keeps the target. ``apart``: pairs of
     models that share no GPU; ``pin``: GPUs by model; ``survive``: every model outlives the loss of any one GPU or node. A
     search takes ``evaluations`` or ``seconds``, 60 seconds if neither is given. ``out``: a folder for ``plan.yaml`` and its
-    page. Raises ConfigError, and ValueError where no plan is possible.
+    page. With ``every_s`` each stretch of so many seconds has a placement, chosen by the one before; ``judged`` has a row a
+    stretch then. Raises ConfigError, and ValueError where no plan is possible.
     """
+    from fineserve_sim.planning import in_time, make, page, words
     from fineserve_sim.planning import like as planning_like
-    from fineserve_sim.planning import make, page, words
 
     types = _several(gpu) or ["h100-sxm"]
     prices = make.prices_by_type(types, _prices(price), target)
@@ -373,18 +375,29 @@ def plan(
     )
     if evaluations is None and seconds is None:
         seconds = make.SECONDS
+    path = None if out is None else Path(out) / "plan.yaml"
     with executor_of(executor, jobs) as where:
+        if every_s is not None:
+            in_time.check(target)
+            timed = in_time.planned(wish, every_s, where, evaluations=evaluations, seconds=seconds, seed=seed)
+            document = _saved(in_time.document(timed, every_s), path)
+            return Plan(document, in_time.table(timed), "prism", words.in_time(timed))
         found = make.found(wish, target, where, evaluations=evaluations, seconds=seconds, seed=seed, prices=prices)
     table = pd.DataFrame([asdict(each) for each in found.judged])
-    document = make.plan_document(found.wish, found.best.layout)
-    if out is not None:
-        Path(out).mkdir(parents=True, exist_ok=True)
-        path = Path(out) / "plan.yaml"
-        path.write_text(to_yaml(document), encoding="utf-8")
+    document = _saved(make.plan_document(found.wish, found.best.layout), path)
+    if path is not None:
         page.write_page(
             page.shown(found, path, target, (prices or {}).get(str(found.wish.gpu))), path.parent / page.PAGE
         )
     return Plan(document, table, found.best_system, words.answer(found))
+
+
+def _saved(document: dict[str, Any], path: Path | None) -> dict[str, Any]:
+    """The document, also in its file if it is to have one."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(to_yaml(document), encoding="utf-8")
+    return document
 
 
 def read(folder: str | Path) -> Result:

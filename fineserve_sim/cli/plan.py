@@ -191,8 +191,8 @@ def plan(
             ),
             kept=taken.kept if taken else {},
         )
-        if every_s is not None and target is not None:
-            raise ValueError("--every plans on all GPUs: leave out --target")
+        if every_s is not None:
+            in_time.check(target)
         if seconds is None and evaluations is None:
             seconds = make.SECONDS
         if every_s is not None:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 from fineserve_traces import Trace
 
 from fineserve_sim.cluster import simulate
@@ -60,6 +61,12 @@ class InTime:
     windows: tuple[Window, ...]
     on_time: float
     rivals: tuple[tuple[float, float], ...]
+
+
+def check(target: float | None) -> None:
+    """Raises ValueError for a share to keep: a plan in time takes all GPUs."""
+    if target is not None:
+        raise ValueError("a plan in time (--every) is on all GPUs: leave out the target")
 
 
 def planned(
@@ -170,6 +177,20 @@ def _groups(wish: Wish, layout: Layout) -> dict[str, list[list[int]]]:
         for each, home in zip(wish.models, layout, strict=True)
         if home.groups
     }
+
+
+def table(found: InTime) -> pd.DataFrame:
+    """A row a window: when it begins, what came and what that weighs, and the shares of its requests on time."""
+    return pd.DataFrame(
+        {
+            "from_s": window.from_s,
+            "came": window.came,
+            "moved_bytes": window.moved_bytes,
+            "on_time": window.on_time,
+            **dict(zip(RIVALS, window.rivals, strict=True)),
+        }
+        for window in found.windows
+    )
 
 
 def document(found: InTime, every_s: float) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fineserve_sim.planning.in_time import RIVALS, InTime
 from fineserve_sim.planning.make import Found
 
 
@@ -20,3 +21,16 @@ def answer(found: Found) -> str:
     gpu = found.wish.gpu
     name = gpu if isinstance(gpu, str) else gpu.get("name", "GPU")
     return "\n".join([f"On {found.wish.gpus} {name}: {homes}.", *kept])
+
+
+def in_time(found: InTime) -> str:
+    """What a plan in time keeps after its first window, beside its rivals, and how often it moves."""
+    moves = sum(window.came > 0 for window in found.windows)
+    kept = [
+        f"{name}: {100 * share:.1f} ± {100 * half:.1f} %"
+        for name, (share, half) in zip(RIVALS, found.rivals, strict=True)
+    ]
+    first = (
+        f"In {len(found.windows)} windows it moves {moves} times; {100 * found.on_time:.1f} % of the requests on time"
+    )
+    return "\n".join([f"{first}.", *kept])

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import fineserve_sim as fs
 from fineserve_sim.experiment import load_experiment
 from fineserve_sim.experiment.file.document import to_yaml
 from fineserve_sim.planning.in_time import RIVALS, document, planned, settled, waiting, windows_of
@@ -69,3 +70,18 @@ def test_a_plan_in_time_follows_a_load_that_turns(wish: Wish, tmp_path: Path) ->
 def test_fewer_than_two_windows_are_no_plan_in_time(wish: Wish) -> None:
     with pytest.raises(ValueError, match="less than two windows"):
         planned(wish, 1000.0, evaluations=4)
+
+
+def test_a_share_to_keep_is_no_plan_in_time(wish: Wish) -> None:
+    with pytest.raises(ValueError, match="leave out the target"):
+        fs.plan(wish.trace, ["a=qwen3-32b", "b=qwen3-32b"], gpus=3, ttft_slo_s=1.0, every_s=30.0, target=0.9)
+
+
+def test_python_has_a_row_a_window(wish: Wish, tmp_path: Path) -> None:
+    plan = fs.plan(
+        wish.trace, ["a=qwen3-32b", "b=qwen3-32b"], gpus=3, ttft_slo_s=1.0, every_s=30.0, evaluations=8, out=tmp_path
+    )
+    assert list(plan.judged.columns) == ["from_s", "came", "moved_bytes", "on_time", *RIVALS]
+    assert len(plan.judged) == 3
+    assert plan.answer.startswith("In 3 windows it moves ")
+    assert (tmp_path / "plan.yaml").is_file()
