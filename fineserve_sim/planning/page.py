@@ -173,7 +173,7 @@ def _reasons(shown: Shown) -> Iterator[Html]:
     for (wished, home), reason in zip(shown.found.homes, shown.outlook.reasons, strict=True):
         where = " and ".join("+".join(map(str, group)) for group in home.groups) or "none"
         numbers = (f"{reason.engine_bytes / 2**30:.1f}", f"{100 * reason.prompts_busy:.0f} %", percent(reason.on_time))
-        rows.append(Row([wished.id, where, *numbers, why(reason, sum(map(len, home.groups)))]))
+        rows.append(Row([wished.id, where, *numbers, why(reason, sum(map(len, home.groups)))], {"reason": wished.id}))
     headers = ["model", "GPU", "GiB beside KV", "prompts' time", "on time", "why here"]
     yield table(headers, rows, numeric=range(2, 5))
     yield tag("p", "Prompts' time: the part of an instance's time that its prompts alone take.")
