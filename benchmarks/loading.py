@@ -3,7 +3,7 @@
     python benchmarks/loading.py [--data DIR]
 
 A time is the model's bytes over a rate. The rate of each loader and medium is fitted on every other row, by least squares of
-relative errors, and its errors are those of the rows between. ``catalog/loading.yaml`` has the rates.
+relative errors. The rows between give its errors. ``catalog/loading.yaml`` has the rates.
 """
 
 from __future__ import annotations

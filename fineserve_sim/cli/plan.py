@@ -191,46 +191,24 @@ def plan(
             ),
             kept=taken.kept if taken else {},
         )
-        if every_s is not None:
-            in_time.check(target)
         if seconds is None and evaluations is None:
             seconds = make.SECONDS
-        if every_s is not None:
-            with executor_of(executor, jobs) as where:
-                timed = in_time.planned(
-                    wish,
-                    every_s,
-                    where,
-                    evaluations=evaluations,
-                    seconds=seconds,
-                    seed=seed,
-                    tell=_tell,
-                    path=folder / SEARCHED,
-                )
-            folder.mkdir(parents=True, exist_ok=True)
-            path = folder / "plan.yaml"
-            path.write_text(to_yaml(in_time.document(timed, every_s)), encoding="utf-8")
-            if as_json:
-                print_json({"plan": str(path), **asdict(timed) | {"wish": None}})
-            else:
-                _print_in_time(timed, path)
-            return
+        budget: dict[str, Any] = {"evaluations": evaluations, "seconds": seconds, "seed": seed}
+        budget |= {"tell": _tell, "path": folder / SEARCHED}
+        path = folder / "plan.yaml"
         with executor_of(executor, jobs) as where:
-            found = make.found(
-                wish,
-                target,
-                where,
-                evaluations=evaluations,
-                seconds=seconds,
-                seed=seed,
-                tell=_tell,
-                path=folder / SEARCHED,
-                prices=prices,
-            )
+            if every_s is not None:
+                in_time.check(target)
+                timed = in_time.planned(wish, every_s, where, **budget)
+            else:
+                found = make.found(wish, target, where, **budget, prices=prices)
         folder.mkdir(parents=True, exist_ok=True)
+        if every_s is not None:
+            path.write_text(to_yaml(in_time.document(timed, every_s)), encoding="utf-8")
+            _tell_in_time(timed, path, as_json=as_json)
+            return
         if found.best.stopped:
             typer.echo("Stopped: this is the best so far. The same command goes on from here.", err=True)
-        path = folder / "plan.yaml"
         path.write_text(to_yaml(make.plan_document(found.wish, found.best.layout)), encoding="utf-8")
         page.write_page(page.shown(found, path, target, prices.get(str(found.wish.gpu))), folder / page.PAGE)
         if as_json:
@@ -275,11 +253,14 @@ def _json(found: Found, path: Path) -> dict[str, Any]:
     }
 
 
-def _print_in_time(found: InTime, path: Path) -> None:
+def _tell_in_time(found: InTime, path: Path, *, as_json: bool) -> None:
     from rich.table import Table
 
     from fineserve_sim.planning.in_time import RIVALS
 
+    if as_json:
+        print_json({"plan": str(path), **asdict(found) | {"wish": None}})
+        return
     kept = Table("from s", "engines came", "GiB moved", "on time", *RIVALS, box=None)
     for window in found.windows:
         shares = (f"{100 * share:.1f} %" for share in (window.on_time, *window.rivals))

@@ -109,6 +109,7 @@ def engines_of(
     Raises ValueError, ConfigError or ScenarioError in one line for a system or a placement that stock vLLM cannot be.
     """
     described = _scenario(experiment, system)
+    _check_drafts(experiment)
     placed = place(described, demands_of(described))
     if placed[0].unplaced:
         raise ValueError(f"system {described.system.name}: no room for {', '.join(placed[0].unplaced)}")
@@ -120,6 +121,16 @@ def engines_of(
         _deployed(described, built, seat, instance, name, (known[instance.model], models), residents)
         for seat, instance, name in zip(built.seats(), instances, names, strict=True)
     )
+
+
+def _check_drafts(experiment: Experiment) -> None:
+    """Raises ConfigError for a model with a draft, whose checkpoint the file does not name."""
+    for index, model in enumerate(experiment.setup.models):
+        if model.spec.speculation is not None:
+            path = ("models", index, "speculative")
+            raise experiment.document.error(
+                path, "the draft's checkpoint is not known; leave it out, and add vLLM's flag"
+            )
 
 
 def _deployed(

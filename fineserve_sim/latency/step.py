@@ -283,9 +283,9 @@ class StepModel:
         tokens: int,
         logits: int,
     ) -> tuple[float, float, float]:
-        """Seconds of one pass on the device, and those of them in which compute units and bandwidth are busy.
+        """Seconds of one pass on the device, and how many of them keep compute units and bandwidth busy.
 
-        ``tokens`` pass through the layers, those of decodes and of chunks, and ``logits`` rows through the lm_head.
+        ``tokens`` of decodes and of chunks pass through the layers, and ``logits`` rows through the lm_head.
         """
         if tokens >= len(self._tokens_s) or logits >= len(self._sampled_s):
             self._reserve(tokens, logits)

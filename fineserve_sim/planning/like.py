@@ -38,6 +38,8 @@ def like(path: Path) -> Like:
     for index, entry in enumerate(data["models"]):
         if entry.get("tp", 1) == "auto":
             raise document.error(("models", index, "tp"), "auto; a plan needs a number of GPUs")
+        if "speculative" in entry:
+            raise document.error(("models", index, "speculative"), "a plan knows no draft models; leave it out")
         models.append(ModelWish(entry["id"], entry["model"], ((entry["precision"], entry.get("tp", 1)),)))
     folder = path.resolve().parent / data.get("folder", "")
     return Like(tuple(models), gpu, {"folder": str(folder)} | {key: data[key] for key in KEPT if key in data})

@@ -310,6 +310,13 @@ def check_model(files: ModelFiles, folder: Path, *, tokenizer: bool = True) -> d
 def _check_engines(file: RuntimeFile) -> None:
     """What vLLM or the warm-up would find out when engines start."""
     section, tokens = file.section, file.experiment.setup.engine.block_tokens
+    if file.experiment.setup.engine.kv_offloading is not None:
+        raise file.document.error(("engine", "kv_offloading"), "simulated only; real engines keep no KV in host memory")
+    for index, model in enumerate(file.experiment.setup.models):
+        if model.spec.speculation is not None:
+            raise file.document.error(
+                ("models", index, "speculative"), "simulated only; real engines have no draft models"
+            )
     if section.backend == "cpu" and tokens % _CPU_BLOCK_TOKENS:
         said = f"{tokens}: vLLM's CPU backend takes multiples of {_CPU_BLOCK_TOKENS} tokens"
         raise file.document.error(("engine", "block_tokens"), said)

@@ -328,6 +328,11 @@ KINDS = (
         ((("base: fineserve", "base: prism"),), "vllm", "system plan: its residency changes engines as they run"),
         ((KINDS,), "kai", "engines stand on h100-sxm and a100-80gb, and manifests ask for any GPU"),
         ((DERIVED,), "vllm", "slo.ttft: these limits come from simulated runs"),
+        (
+            (("precision: fp8", "speculative: {tokens: 2, acceptance: 0.5}, precision: fp8"),),
+            "vllm",
+            "speculative: the draft's checkpoint is not known",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line(

@@ -88,6 +88,11 @@ def test_models_come_from_one_place(options: list[str], file: Path, tmp_path: Pa
     [
         ("precision: awq,", "precision: awq, tp: auto,", "models.1.tp: auto; a plan needs a number of GPUs"),
         (
+            "precision: awq,",
+            "precision: awq, speculative: {tokens: 2, acceptance: 0.5},",
+            "models.1.speculative: a plan knows no draft models",
+        ),
+        (
             "cluster:\n  count: 1\n  gpu: ",
             "cluster:\n  nodes:\n   - count: 1\n     gpu: ",
             "cluster: has several kinds",

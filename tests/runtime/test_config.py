@@ -209,6 +209,18 @@ def test_systems_that_engines_cannot_play_are_refused(tmp_path: Path) -> None:
     assert served_scenario(loaded, None).system.name == "p"
 
 
+def test_what_is_simulated_alone_is_refused(tmp_path: Path) -> None:
+    file = write_file(tmp_path)
+    private = "[{base: fineserve, name: p, memory: {policy: private, prefix_cache: true}}]"
+    with pytest.raises(ConfigError, match=r"engine\.kv_offloading: simulated only"):
+        load_file(file, [("engine.kv_offloading", "{size_gib: 1}"), ("systems", private)])
+    text = file.read_text(encoding="utf-8")
+    drafts = "precision: W16A16, speculative: {tokens: 2, acceptance: 0.5}"
+    file.write_text(text.replace("precision: W16A16", drafts, 1), encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"models\.0\.speculative: simulated only"):
+        load_file(file)
+
+
 def test_a_server_wants_an_absolute_slo_and_a_system_of_the_file(tmp_path: Path) -> None:
     file = write_file(tmp_path)
     with pytest.raises(ConfigError, match='unknown system "static"; did you mean "static\\*"'):

@@ -114,7 +114,7 @@ def read_residency(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     """Read a run of BLIS' residency study as one case, a row a request: Qwen3-14B on one H100 under vLLM 0.23.
 
     The engine's settings are recorded (``server_config.json`` of inference-sim/residency-vllm @ 2641b57). Prompts are random,
-    so that none begin alike. Their lengths are those that the client asked for.
+    so that none begin alike. Lengths are as the client asked for them.
     """
     check_positive(frame, RESIDENCY_COLUMNS[1:-1], path)
     rows = frame.sort_values("start_time", kind="stable")
