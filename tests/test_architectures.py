@@ -92,6 +92,7 @@ KV_BYTES_16BIT = {  # of one token over all layers: 2 x layers x KV heads x head
     "glm-4.5-air": 188_416,
     "llama-4-scout": 196_608,
     "qwen3.5-397b-a17b": 30_720,  # 15 of 60 layers
+    "qwen3.5-9b": 32_768,  # 8 of 32 layers
     "qwen3.5-27b": 65_536,  # 16 of 64 layers
     "gemma-2-27b": 376_832,
     "gemma-3-27b": 507_904,
