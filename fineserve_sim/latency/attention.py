@@ -42,6 +42,9 @@ class Attention(Protocol):
     def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
         """Seconds beyond the floor of prompt chunks with these sums (``Batch``); ``tokens`` > 0."""
 
+    def beside_prompts_s(self, decodes: int, tokens: int) -> float:
+        """Seconds that ``decodes`` decoding sequences (> 0) take more beside prompt chunks of ``tokens`` tokens (> 0)."""
+
     def decode_source(self, decodes: int, context: int) -> int:
         """Where the decodes' seconds come from."""
 
@@ -77,6 +80,9 @@ class RooflineAttention:
         attend_s = pairs * self.pair_s
         read_s = (context + tokens) * self.kv_s
         return attend_s if attend_s > read_s else read_s
+
+    def beside_prompts_s(self, decodes: int, tokens: int) -> float:
+        return 0.0
 
     def decode_source(self, decodes: int, context: int) -> int:
         return rate_code(self.kernel.bytes_per_s)

@@ -16,6 +16,12 @@ from functools import cached_property
 from fineserve_sim.latency.attention import Attention
 from fineserve_sim.latency.tables import PiecewiseLinear
 
+CHUNK_TOKENS = 64
+"""Tokens of a chunk in the kernel of the delta rule for prompts."""
+
+COPIES = 4
+"""Times that a copy out of the cache and back moves a state: it is read and written on either way."""
+
 
 def capped(curve: PiecewiseLinear, at: float) -> PiecewiseLinear:
     """The curve up to ``at``, and its value there from then on."""
@@ -69,6 +75,9 @@ class Windowed:
         inside, reached = windowed_pairs(tokens, pairs, context, self.tokens)
         return self.full.prefill_s(tokens, max(inside, float(tokens)), reached if inside == pairs else 0)
 
+    def beside_prompts_s(self, decodes: int, tokens: int) -> float:
+        return self.full.beside_prompts_s(decodes, tokens)
+
     def decode_source(self, decodes: int, context: int) -> int:
         return self.full.decode_source(decodes, min(context, decodes * self.tokens))
 
@@ -106,6 +115,9 @@ class Behind:
     def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
         return self.plain.prefill_s(tokens, pairs, context) + context * self.unfold_s
 
+    def beside_prompts_s(self, decodes: int, tokens: int) -> float:
+        return self.plain.beside_prompts_s(decodes, tokens)
+
     def decode_source(self, decodes: int, context: int) -> int:
         return self.plain.decode_source(decodes, context)
 
@@ -118,12 +130,16 @@ class PerSequence:
     """A state for each sequence: seconds of a batch's decodes by their number, and of prompts by their tokens.
 
     ``source`` is where the seconds come from; launches take ``floor_s``.
+
+    Beside prompts, decodes go through the prompts' kernel, as vLLM's do: each fills a chunk of its own, and its state is copied
+    out of the cache and back, which takes ``copied_s`` (``gdn_linear_attn`` and ``qwen3_next`` of vLLM 0.11 to 0.17).
     """
 
     decodes: PiecewiseLinear
     prompts: PiecewiseLinear
     floor_s: float
     source: int
+    copied_s: float
     pair_s: float = 0.0
     kv_s: float = 0.0
 
@@ -132,6 +148,11 @@ class PerSequence:
 
     def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
         return self.prompts.at(tokens)
+
+    def beside_prompts_s(self, decodes: int, tokens: int) -> float:
+        chunked_s = self.prompts.at(tokens + CHUNK_TOKENS * decodes) - self.prompts.at(tokens)
+        alone_s = self.decodes.at(decodes) - self.floor_s
+        return max(0.0, chunked_s + decodes * self.copied_s - alone_s)
 
     def decode_source(self, decodes: int, context: int) -> int:
         return self.source
@@ -163,6 +184,9 @@ class Summed:
 
     def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
         return sum([kind.prefill_s(tokens, pairs, context) for kind in self.kinds])
+
+    def beside_prompts_s(self, decodes: int, tokens: int) -> float:
+        return sum([kind.beside_prompts_s(decodes, tokens) for kind in self.kinds])
 
     def decode_source(self, decodes: int, context: int) -> int:
         longest = max(self.kinds, key=lambda kind: kind.decode(decodes).at(context + decodes))

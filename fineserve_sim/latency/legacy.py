@@ -48,6 +48,9 @@ class LegacyAttention:
     def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
         return self.plain.prefill_s(tokens, pairs, context) * (self.kernel.prefix_prefill if context else 1.0)
 
+    def beside_prompts_s(self, decodes: int, tokens: int) -> float:
+        return self.plain.beside_prompts_s(decodes, tokens)
+
     def decode_source(self, decodes: int, context: int) -> int:
         return ASSUMED
 

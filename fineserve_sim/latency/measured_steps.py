@@ -159,6 +159,10 @@ class MeasuredAttention:
         """Seconds of prompt chunks: pairs, or reading their keys."""
         return max(pairs * self.pair_s, (context + tokens) * self.kv_s)
 
+    def beside_prompts_s(self, decodes: int, tokens: int) -> float:
+        """None: the fit takes a step's parts as a sum."""
+        return 0.0
+
     def decode_source(self, decodes: int, context: int) -> int:
         """Fitted."""
         return FITTED

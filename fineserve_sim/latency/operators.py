@@ -34,7 +34,7 @@ from fineserve_sim.catalog.architecture import AttentionLayers
 from fineserve_sim.latency import experts
 from fineserve_sim.latency.attention import Attention, RooflineAttention
 from fineserve_sim.latency.cost import Cost, Floats, rate_code
-from fineserve_sim.latency.layered_attention import Behind, PerSequence, Summed, Windowed
+from fineserve_sim.latency.layered_attention import COPIES, Behind, PerSequence, Summed, Windowed
 from fineserve_sim.latency.rates import Provenance, Rates
 from fineserve_sim.latency.tables import PiecewiseLinear
 
@@ -229,7 +229,12 @@ class Operators:
         floor_s = 2 * kernel.launch_s.value * layers
         decodes = PiecewiseLinear([0.0], [floor_s], moved_s)
         prompts = PiecewiseLinear([0.0], [moved_s], self._flops_s(layers * chunk_flops))
-        return PerSequence(decodes, prompts, floor_s, rate_code(kernel.bytes_per_s))
+        return PerSequence(decodes, prompts, floor_s, rate_code(kernel.bytes_per_s), self._copied_s)
+
+    @property
+    def _copied_s(self) -> float:
+        """What it takes to copy a sequence's state out of the cache and back."""
+        return COPIES * state_bytes(self.model, self.tp) / self.rates.attention.bytes_per_s.value
 
     def _linears(self, tokens: Floats) -> dict[str, Cost]:
         """The matrix products over all layers; those that keep 16 bits at the rates of ``lm_head``."""

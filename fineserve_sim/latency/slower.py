@@ -42,6 +42,9 @@ class SlowedAttention:
     def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
         return self.factor * self.plain.prefill_s(tokens, pairs, context)
 
+    def beside_prompts_s(self, decodes: int, tokens: int) -> float:
+        return self.factor * self.plain.beside_prompts_s(decodes, tokens)
+
     def decode_source(self, decodes: int, context: int) -> int:
         return self.plain.decode_source(decodes, context)
 

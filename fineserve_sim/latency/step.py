@@ -121,6 +121,7 @@ class StepModel:
         self._tokens_s, self._sampled_s = self._tokens.seconds, self._sampled.seconds
         self._prefill_s, self._attention_floor_s = attention.prefill_s, attention.floor_s
         self._kv_s, self._pair_s = attention.kv_s, attention.pair_s
+        self._beside_s = attention.beside_prompts_s if self.model.linear else None
         self._decode_curves: dict[int, PiecewiseLinear] = {}
         host = self.deployment
         floor = host.floor(self.precision.name, self.model.layers, self.tp)
@@ -154,9 +155,12 @@ class StepModel:
     def attention_s(
         self, decodes: int, decode_context: int, prefill_tokens: int, prefill_pairs: float, prefill_context: int
     ) -> tuple[float, float]:
-        """Attention seconds of the decodes alone, and of the prompt chunks beyond them and beyond the floor."""
+        """Attention seconds of the decodes alone, and what prompt chunks add beyond them and beyond the floor."""
         decode_s = self._decode_curve(decodes).at(decode_context + decodes) if decodes else 0.0
-        return decode_s, self._prefill_s(prefill_tokens, prefill_pairs, prefill_context) if prefill_tokens else 0.0
+        prefill_s = self._prefill_s(prefill_tokens, prefill_pairs, prefill_context) if prefill_tokens else 0.0
+        if decodes and prefill_tokens and self._beside_s is not None:
+            prefill_s += self._beside_s(decodes, prefill_tokens)
+        return decode_s, prefill_s
 
     def step_s(
         self,
@@ -178,6 +182,8 @@ class StepModel:
         if prefill_tokens:
             attention_s = max(attention_s, self._attention_floor_s)
             attention_s += self._prefill_s(prefill_tokens, prefill_pairs, prefill_context)
+            if decodes and self._beside_s is not None:
+                attention_s += self._beside_s(decodes, prefill_tokens)
             host_s += self.prompt_s
         device_s = self._tokens_s[tokens] + self._sampled_s[sampled] + attention_s
         return host_s + (device_s if device_s > self.floor_s else self.floor_s)
@@ -293,6 +299,8 @@ class StepModel:
         decode_s = self._decode_curve(decodes).at(context) if decodes else 0.0
         prefill_s = self._prefill_s(prefill_tokens, prefill_pairs, prefill_context) if prefill_tokens else 0.0
         attention_s = max(decode_s, self._attention_floor_s) + prefill_s if prefill_tokens else decode_s
+        if decodes and prefill_tokens and self._beside_s is not None:
+            attention_s += self._beside_s(decodes, prefill_tokens)
         compute_s = self._tokens.compute_s[tokens] + self._sampled.compute_s[logits]
         compute_s += min(prefill_pairs * self._pair_s, prefill_s)
         memory_s = self._tokens.memory_s[tokens] + self._sampled.memory_s[logits]

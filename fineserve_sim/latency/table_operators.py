@@ -287,7 +287,7 @@ class TableOperators(Operators):
         by_tokens = prefill.latency_s[prefill.axes["heads"].tolist().index(heads), 0]
         decodes = _through(decode.axes["batch"], layers * by_batch)
         prompts = _through(prefill.axes["new_tokens"], layers * by_tokens)
-        return PerSequence(decodes, prompts, decodes.values[0], self._inside)
+        return PerSequence(decodes, prompts, decodes.values[0], self._inside, self._copied_s)
 
     def _attention_table(self, name: str) -> tuple[Grid, HeadMatch] | None:
         """A grid, and its rows for these heads; None where nothing near was measured."""

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fineserve_sim.catalog import Deployment, deployment, expert_work, gpu, kernel_rates, model, precision, with_experts
+from fineserve_sim.catalog.geometry import state_bytes
 from fineserve_sim.latency import StepModel, measured_on
 from fineserve_sim.latency.accounting import parts
 from fineserve_sim.latency.batch import Batch
@@ -186,3 +187,23 @@ def test_a_state_costs_the_same_at_every_length() -> None:
     step = step_of("qwen3.5-35b-a3b", tables=False)
     per_token = [step.attention.decode(8).at(tokens) for tokens in (8, 80_008, 160_008)]
     assert per_token[2] - per_token[1] == pytest.approx(per_token[1] - per_token[0])  # 10 layers of full attention
+
+
+@pytest.mark.parametrize("tables", [False, True])
+def test_beside_prompts_each_decode_fills_a_chunk_of_linear_attention(tables: bool) -> None:
+    """Hand-worked, 8 decodes beside a prompt of 100: 512 tokens more for the prompts' kernel, and 4 times each state moved."""
+    step = step_of("qwen3.5-35b-a3b", tables=tables, fmt="fp16")
+    full, states = step.attention.kinds  # type: ignore[attr-defined]
+    copied_s = 4 * state_bytes(step.model, 1) / step.operators.rates.attention.bytes_per_s.value
+    chunked_s = states.prompts.at(100 + 8 * 64) - states.prompts.at(100)
+    more_s = chunked_s + 8 * copied_s - (states.decode(8).at(0) - states.floor_s)
+    decode_s, prefill_s = step.attention_s(8, 800, 100, 5050, 0)
+    assert decode_s == step.attention.decode(8).at(808)
+    assert prefill_s == pytest.approx(step.attention.prefill_s(100, 5050, 0) + more_s)
+    batch = Batch(8, 800, 100, 5050, 0, 9)
+    assert sum(float(part.seconds[0]) for part in parts(step, [batch]).values()) == pytest.approx(step.step_s(*batch))
+    assert step.demand(*batch).step_s == pytest.approx(step.step_s(*batch))
+    assert full.beside_prompts_s(8, 100) == 0.0
+    alone_s = step.step_s(8, 800, 100, 5050, 0, 9)
+    step.slow_down(2.0)
+    assert step.step_s(8, 800, 100, 5050, 0, 9) == pytest.approx(2 * alone_s)
