@@ -8,11 +8,13 @@ of the ``local`` experts of a GPU, if routing is uniform and tokens are independ
 those of ``tokens * active / spread`` rows, a GPU's share of all where whole experts are spread over the group.
 
 A table has the seconds of one layer by shape and tokens. Another shape, format or GPU keeps the ratio to its own roofline of
-the nearest shape that was measured.
+the nearest shape that was measured. A GPU whose tables have no kernel of 4-bit weights takes that of the GPU with the nearest
+shape: on an A100, experts in MXFP4 are Marlin's, which an L40S measures in the shape of gpt-oss.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -115,6 +117,15 @@ class ExpertTables:
 
     tables: TableSet
     reference: GpuSpec
+
+    def narrow(self, format_: PrecisionSpec) -> bool:
+        """Whether any kernel of the format was measured but that of 16-bit weights."""
+        return any(f"experts/{name}" in self.tables.grids for group in formats(format_)[:-1] for name in group)
+
+    def distance(self, work: ExpertWork, format_: PrecisionSpec) -> float:
+        """How far the nearest shape is that was measured in the format's own kernels; infinite without such a kernel."""
+        grids = [self.tables.grids.get(f"experts/{name}") for name in formats(format_)[0]]
+        return min((_nearest(grid, work)[1] for grid in grids if grid), default=math.inf)
 
     def find(self, work: ExpertWork, format_: PrecisionSpec, gpu: GpuSpec) -> TabledExperts | None:
         """The seconds of experts on ``gpu``; None without any table."""

@@ -39,7 +39,7 @@ from fineserve_sim.latency.rates import Provenance, Rates
 from fineserve_sim.latency.tables import PiecewiseLinear
 
 BYTES_16BIT = 2
-BITS_8 = 8
+BITS_4, BITS_8 = 4, 8
 NORM_REDUCE_BYTES = 2 * 4
 """A token's norms across heads are a 32-bit sum of squares of Q, and one of K."""
 LINEARS = ("qkv", "o", "gate_up", "down")

@@ -23,7 +23,7 @@ from fineserve_sim.latency.attention import Attention, TableAttention
 from fineserve_sim.latency.cost import ASSUMED, EXTRAPOLATED, FITTED, MEASURED, ROOFLINE, Codes, Cost, Floats
 from fineserve_sim.latency.experts import ExpertTables, TabledExperts
 from fineserve_sim.latency.layered_attention import Behind, PerSequence
-from fineserve_sim.latency.operators import BYTES_16BIT, NORM_REDUCE_BYTES, Operators
+from fineserve_sim.latency.operators import BITS_4, BYTES_16BIT, NORM_REDUCE_BYTES, Operators
 from fineserve_sim.latency.rates import Provenance
 from fineserve_sim.latency.tables import (
     DEVICES,
@@ -208,7 +208,17 @@ class TableOperators(Operators):
     def expert_table(self) -> TabledExperts | None:
         """Experts by their table, if there are any."""
         work = expert_work(self.model, self.tp)
-        return ExpertTables(self.layer_tables, self.reference).find(work, self.precision, self.gpu) if work else None
+        return self._expert_tables.find(work, self.precision, self.gpu) if work else None
+
+    @cached_property
+    def _expert_tables(self) -> ExpertTables:
+        """The own tables; where these lack a kernel of 4-bit weights, those of the GPU with the nearest shape."""
+        own, work = ExpertTables(self.layer_tables, self.reference), expert_work(self.model, self.tp)
+        if work is None or self.precision.weight_bits != BITS_4 or own.narrow(self.precision):
+            return own
+        others = [ExpertTables(shipped_layers(name), gpu(name)) for name in DEVICES]
+        far = [one.distance(work, self.precision) for one in others]
+        return others[far.index(min(far))] if math.isfinite(min(far)) else own
 
     def _experts(self, tokens: Floats) -> dict[str, Cost]:
         costs, table = super()._experts(tokens), self.expert_table
@@ -303,7 +313,9 @@ class TableOperators(Operators):
         """Every number behind these costs that is not in the tables, with its source, and every table behind them."""
         plain = (f"gemm/{self._gemm}", "gemm/bfloat16", *self._attention_names, self._reduce)
         found = super().provenance()
-        for names, tables in ((dict.fromkeys(plain), self.tables), (self._layer_names, self.layer_tables)):
+        experts = [self.expert_table.table] if self.expert_table else []
+        layers, theirs = (self._layer_names, self.layer_tables), (experts, self._expert_tables.tables)
+        for names, tables in ((dict.fromkeys(plain), self.tables), theirs, layers):
             found += [self._table(name, tables) for name in names if name in tables.grids]
         return found
 
@@ -311,8 +323,7 @@ class TableOperators(Operators):
     def _layer_names(self) -> list[str]:
         """Of the tables of layers that not every model has."""
         kv = KV_DTYPE.get(self.precision.kv_bits, "none")
-        names = [self.expert_table.table] if self.expert_table else []
-        names += [f"{phase}_latent/{kv}" for phase in ("decode", "prefill") if self.model.latent]
+        names = [f"{phase}_latent/{kv}" for phase in ("decode", "prefill") if self.model.latent]
         names += [f"{phase}_linear" for phase in ("decode", "prefill") if self.model.linear]
         return names + [name for name in self._attention_names if self.model.head_dim not in COMMON_HEAD_DIMS]
 

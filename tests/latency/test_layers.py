@@ -14,6 +14,8 @@ from fineserve_sim.latency.accounting import parts
 from fineserve_sim.latency.batch import Batch
 from fineserve_sim.latency.experts import ExpertTables, roofline, touched
 from fineserve_sim.latency.layered_attention import capped, summed, windowed_pairs
+from fineserve_sim.latency.rates import resolve
+from fineserve_sim.latency.table_operators import TableOperators
 from fineserve_sim.latency.tables import PiecewiseLinear, shipped_layers
 
 GRAPHS: Deployment = deployment("vllm-cudagraph")
@@ -207,3 +209,22 @@ def test_beside_prompts_each_decode_fills_a_chunk_of_linear_attention(tables: bo
     alone_s = step.step_s(8, 800, 100, 5050, 0, 9)
     step.slow_down(2.0)
     assert step.step_s(8, 800, 100, 5050, 0, 9) == pytest.approx(2 * alone_s)
+
+
+def test_experts_in_4_bits_on_an_a100_are_those_of_the_gpu_that_measures_their_shape() -> None:
+    """The tables of an A100 have 16-bit experts alone; an L40S has Marlin's of gpt-oss, which keep their ratio to the roofline."""
+    found = step_of("gpt-oss-20b", on="a100-80gb").operators
+    assert isinstance(found, TableOperators)
+    assert found.expert_table is not None and found.expert_table.table == "experts/w4a16_mxfp4"
+    assert any(one.quantity == "table.experts/w4a16_mxfp4" for one in found.provenance())
+    work, tokens = expert_work(model("gpt-oss-20b"), 1), np.array([2048.0])
+    assert work is not None
+    theirs, ours = (
+        roofline(work, rates, 4.25, tokens).seconds[0]
+        for rates in (resolve(gpu(name), precision("mxfp4"), 1, True).experts for name in ("l40s", "a100-80gb"))
+        if rates is not None
+    )
+    l40s = step_of("gpt-oss-20b", on="l40s").operators
+    assert isinstance(l40s, TableOperators) and l40s.expert_table is not None
+    expected_s = l40s.expert_table.line.at(tokens)[0] * ours / theirs
+    assert found.expert_table.line.at(tokens)[0] == pytest.approx(expected_s)
