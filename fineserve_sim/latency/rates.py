@@ -111,10 +111,10 @@ def _weight_only(kernel: GemmKernel) -> GemmKernel:
     return GemmKernel(**rates)
 
 
-def _expert_peaks(
+def _marlin_peaks(
     precision: PrecisionSpec, peaks: tuple[float, float], gpu_spec: GpuSpec, reference: GpuSpec
 ) -> tuple[float, float]:
-    """The peaks of the experts' kernel on both GPUs: Marlin's, for 4-bit weights in 16-bit products, are those of mma.sync."""
+    """The peaks of a kernel on both GPUs: Marlin's, for 4-bit weights in 16-bit products, are those of mma.sync."""
     if (precision.weight_bits, precision.activation_bits) != (4, 16) or precision.name.endswith("Triton"):
         return peaks
     return gpu_spec.mma_part * peaks[0], reference.mma_part * peaks[1]
@@ -136,11 +136,12 @@ def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int, experts: bool 
     target = _Target(gpu_spec, reference)
     core = precision.tensor_core
     peaks = gpu_spec.peak_flops_per_s(core), reference.peak_flops_per_s("fp8" if core == "fp4" else core)
-    product = table.gemm[precision.name]
+    narrow = _marlin_peaks(precision, peaks, gpu_spec, reference)
+    product, product_peaks = table.gemm[precision.name], peaks
     if precision.weight_bits == 8 and core == "bf16":
         product = _weight_only(table.gemm["W16A16"])
     elif precision.weight_bits == 4 and core == "bf16" and precision.scope == "linears":
-        product = table.gemm["W4A16"]
+        product, product_peaks = table.gemm["W4A16"], narrow
     bf16 = (gpu_spec.bf16_flops_per_s, reference.bf16_flops_per_s)
     attention = GemmKernel(
         launch_s=table.attention.launch_s,
@@ -149,7 +150,7 @@ def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int, experts: bool 
     )
     small = table.elementwise
     return Rates(
-        gemm=target.gemm(product, *peaks),
+        gemm=target.gemm(product, *product_peaks),
         lm_head=target.gemm(table.gemm["W16A16"], *bf16),
         attention=target.gemm(attention, *bf16),
         norm=target.stream(small.norm),
@@ -158,7 +159,5 @@ def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int, experts: bool 
         activation=target.stream(small.activation),
         embedding=target.stream(small.embedding),
         all_reduce=target.stream(table.all_reduce[tp], link=True) if tp > 1 else None,
-        experts=target.gemm(table.experts[precision.name], *_expert_peaks(precision, peaks, gpu_spec, reference))
-        if experts
-        else None,
+        experts=target.gemm(table.experts[precision.name], *narrow) if experts else None,
     )

@@ -212,7 +212,7 @@ def test_beside_prompts_each_decode_fills_a_chunk_of_linear_attention(tables: bo
 
 
 def test_experts_in_4_bits_on_an_a100_are_those_of_the_gpu_that_measures_their_shape() -> None:
-    """The tables of an A100 have 16-bit experts alone; an L40S has Marlin's of gpt-oss, which keep their ratio to the roofline."""
+    """An A100 has tables of 16-bit experts alone, an L40S of Marlin's in the shape of gpt-oss, which keep their ratio."""
     found = step_of("gpt-oss-20b", on="a100-80gb").operators
     assert isinstance(found, TableOperators)
     assert found.expert_table is not None and found.expert_table.table == "experts/w4a16_mxfp4"

@@ -16,6 +16,7 @@ from stepkit import batches, chunk, engine, engines, part_s
 from fineserve_sim.catalog import deployment, gpu, kv_token_bytes, model, precision, weight_bytes
 from fineserve_sim.latency import Batch, StepModel, batch_prefill_s
 from fineserve_sim.latency.attention import TableAttention
+from fineserve_sim.latency.rates import resolve
 from fineserve_sim.latency.step import INITIAL_ENTRIES
 from fineserve_sim.latency.table_operators import TableOperators
 from fineserve_sim.latency.tables import isotonic, measured_on, shipped
@@ -295,6 +296,12 @@ def test_other_gpus_keep_the_fraction_of_peak() -> None:
     assert rates["gemm.launch_s"].kind == "assumed"
     reduce = {line.quantity: line for line in engine(tp=2, on="l40s").provenance()}["all_reduce.bytes_per_s"]
     assert reduce.value == pytest.approx(3.18e11 / 4.5e11 * 3.2e10)  # PCIe: the L40S has no NVLink
+
+
+def test_awq_on_a_gpu_without_wgmma_computes_as_marlin_does() -> None:
+    """Marlin reaches what mma.sync does: 62.9 % of an H100's peak, and all of an A100's."""
+    h100, a100 = (resolve(gpu(name), precision("awq"), 1).gemm.flops_per_s.value for name in ("h100-sxm", "a100-80gb"))
+    assert a100 == pytest.approx(h100 * 3.12e14 / (0.629 * 9.89e14))
 
 
 def test_fp8_weights_without_fp8_cores_are_products_in_16_bits_on_half_the_bytes() -> None:
