@@ -131,8 +131,8 @@ class PerSequence:
 
     ``source`` is where the seconds come from; launches take ``floor_s``.
 
-    Beside prompts, decodes go through the prompts' kernel, as vLLM's do: each fills a chunk of its own, and its state is copied
-    out of the cache and back, which takes ``copied_s`` (``gdn_linear_attn`` and ``qwen3_next`` of vLLM 0.11 to 0.17).
+    Beside prompts, decodes go through the prompts' kernel, as vLLM's do. Each fills a chunk of its own. Its state is copied out
+    of the cache and back, which takes ``copied_s``. Source: ``gdn_linear_attn`` and ``qwen3_next`` of vLLM 0.11 to 0.17.
     """
 
     decodes: PiecewiseLinear
