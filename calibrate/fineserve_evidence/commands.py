@@ -66,7 +66,7 @@ def validate(
     ] = True,
 ) -> None:
     """Predict every row of measured end-to-end sets; print median, p90 and bias of the errors of TTFT and TPOT."""
-    from fineserve_evidence.validate.errors import draw_sets, error_rows, tell
+    from fineserve_evidence.validate.errors import draw_sets, error_rows, tell, whole_rows
     from fineserve_evidence.validate.layouts import read_set
     from fineserve_evidence.validate.predict import predict_set
     from fineserve_evidence.validate.shares import draw_shares
@@ -76,7 +76,9 @@ def validate(
     predictions = [predict_set(measured, make_step) for measured in sets]
     rows = [row for found in predictions for row in error_rows(found)]
     if as_json:
-        typer.echo(json.dumps([row.as_dict() for row in rows], indent=1, ensure_ascii=False, allow_nan=False))
+        wholes = [row._asdict() for found in predictions for row in whole_rows(found)]
+        listed = [*(row.as_dict() for row in rows), *wholes]
+        typer.echo(json.dumps(listed, indent=1, ensure_ascii=False, allow_nan=False))
     else:
         tell(sets, predictions, make_step if with_sensitivity else None)
     if out is not None:

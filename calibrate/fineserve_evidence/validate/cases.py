@@ -137,7 +137,24 @@ class OpenLoop:
     starts_s: tuple[float, ...] = ()
 
 
-Load = StaticBatch | ClosedLoop | SharedLoop | OpenLoop
+@dataclass(frozen=True, slots=True, eq=False)
+class BenchmarkRun:
+    """A run of a benchmark client, judged as a whole: requests of given lengths, shape (n,), at one engine.
+
+    They are sent ``gap_s`` one after another, at most ``clients`` at a time. ``whole`` says which seconds count: those from
+    the first request to the last token, or the mean of what requests took. Where a ``burst_queues``, the front end takes the
+    requests that come at once one by one, and the engine sees the first when the last is through.
+    """
+
+    prompt_tokens: Ints
+    output_tokens: Ints
+    clients: int
+    gap_s: float
+    whole: Literal["duration", "latency"]
+    burst_queues: bool = False
+
+
+Load = StaticBatch | ClosedLoop | SharedLoop | OpenLoop | BenchmarkRun
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,7 +163,7 @@ class Case:
 
     ``ttft_s`` and ``tpot_s`` have shape (rows,), with NaN where a row has no measurement. ``throughput_per_s`` holds requests
     a second where they are reported, ``parts`` what a row is reported under beside the label. Runs of one ``campaign`` (engine
-    and version) share what is not recorded, and the ``reading`` taken of it.
+    and version) share what is not recorded, and the ``reading`` taken of it. ``whole_s``: what a ``BenchmarkRun`` took.
     """
 
     label: Label
@@ -158,6 +175,7 @@ class Case:
     reading: str = ""
     throughput_per_s: Floats | None = None
     parts: tuple[str, ...] = ()
+    whole_s: float | None = None
 
 
 Change = Callable[[Case], Case]

@@ -141,6 +141,22 @@ class EngineRun:
             self._clock.step()
         return self._times()
 
+    def paced(self, clients: int, gap_s: float) -> Times:
+        """Run with request i sent at ``i * gap_s``, or when fewer than ``clients`` are under way, whichever is later."""
+        left = iter(range(clients, len(self._arrival_s)))
+        for index in range(min(clients, len(self._arrival_s))):
+            self._clock.at(index * gap_s, ARRIVAL, self._arrival(index))
+
+        def answered(_: int, now: float) -> None:
+            index = next(left, None)
+            if index is not None:
+                self._clock.at(max(now, index * gap_s), ARRIVAL, self._arrival(index))
+
+        self._outcomes.begin(len(self._arrival_s), self._ended, answered)
+        while self._outcomes.open:
+            self._clock.step()
+        return self._times()
+
     def _through(self, desk: Desk, clients: int, start_gap_s: float) -> Times:
         """As ``closed_loop``, with requests and tokens that pass the front end."""
         total, prompts = len(self._arrival_s), self._requests.prompt_tokens.tolist()

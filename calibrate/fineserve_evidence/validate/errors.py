@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 from rich.table import Table
 
-from fineserve_evidence.validate.cases import Case, Floats, Label, MeasuredSet
+from fineserve_evidence.validate.cases import BenchmarkRun, Case, Floats, Label, MeasuredSet
 from fineserve_evidence.validate.predict import Predicted, StepFactory, campaign, predict_set, sensitivity
 from fineserve_sim.cli.console import console
 from fineserve_sim.experiment.show.plot_style import house_style, log_ticks, look_at, save
@@ -50,9 +50,11 @@ class ErrorRow:
 
 
 def error_rows(predictions: Iterable[Predicted]) -> list[ErrorRow]:
-    """Make one row a label and part, in order of first appearance."""
+    """Make one row a label and part, in order of first appearance; runs judged as a whole have rows of their own."""
     groups: dict[Label, list[Predicted]] = {}
     for predicted in predictions:
+        if predicted.case.whole_s is not None:
+            continue
         for label, part in _parts(predicted):
             groups.setdefault(label, []).append(part)
     return [_row(label, members) for label, members in groups.items()]
@@ -80,6 +82,41 @@ Rows = TypeVar("Rows", Case, Predicted)
 def _rows_of(whole: Rows, mine: NDArray[np.bool_]) -> Rows:
     throughput = None if whole.throughput_per_s is None else whole.throughput_per_s[mine]
     return replace(whole, ttft_s=whole.ttft_s[mine], tpot_s=whole.tpot_s[mine], throughput_per_s=throughput)
+
+
+class WholeRow(NamedTuple):
+    """A run of a benchmark client: its duration or mean latency in seconds, measured and predicted; ``error`` as a fraction.
+
+    A run that the simulation never ends has no prediction.
+    """
+
+    set: str
+    backend: str
+    model: str
+    precision: str
+    tp: int
+    whole: str
+    measured_s: float | None
+    predicted_s: float | None
+    error: float | None
+
+
+def whole_rows(predictions: Iterable[Predicted]) -> list[WholeRow]:
+    """A row a run of a benchmark client."""
+    found = []
+    for one in predictions:
+        measured_s, guess_s = one.case.whole_s, one.whole_s
+        if isinstance(one.case.load, BenchmarkRun) and measured_s is not None and guess_s is not None:
+            served_s = guess_s if np.isfinite(guess_s) else None
+            error = None if served_s is None else served_s / measured_s - 1
+            found.append(WholeRow(*one.case.label, one.case.load.whole, measured_s, served_s, error))
+    return found
+
+
+def whole_median(rows: Sequence[WholeRow], missed: int) -> float:
+    """The median absolute error of runs, those that cannot be predicted included as infinitely wrong."""
+    sizes = [np.inf if row.error is None else abs(row.error) for row in rows]
+    return float(np.median([*sizes, *[np.inf] * missed]))
 
 
 def relative(predicted: Floats, measured: Floats) -> Floats:
@@ -122,7 +159,10 @@ def tell(sets: Sequence[MeasuredSet], predictions: Sequence[list[Predicted]], ma
     """Print a table of errors a set and its assumptions. With ``make_step``, print how errors move under other readings."""
     screen = console()
     for measured, found in zip(sets, predictions, strict=True):
-        screen.print(_table(measured.name, error_rows(found)))
+        wholes = whole_rows(found)
+        screen.print(_whole_table(measured.name, wholes) if wholes else _table(measured.name, error_rows(found)))
+        for line in _verdict(measured, wholes) if wholes else ():
+            screen.print(f"  {line}", markup=False)
         for line in _notes(measured):
             screen.print(f"  {line}", markup=False)
         for line in _other_readings(measured, make_step) if make_step is not None else ():
@@ -160,6 +200,30 @@ def _table(title: str, rows: Sequence[ErrorRow]) -> Table:
     return table
 
 
+def _whole_table(title: str, rows: Sequence[WholeRow]) -> Table:
+    table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
+    for header in ("run", "model", "precision", "TP", "judged by", "measured s", "predicted s", "error"):
+        right = header in {"TP", "measured s", "predicted s", "error"}
+        table.add_column(header, overflow="fold", justify="right" if right else "left")
+    for row in rows:
+        seconds = ["-" if value is None else f"{value:.2f}" for value in (row.measured_s, row.predicted_s)]
+        table.add_row(row.set, row.model, row.precision, str(row.tp), row.whole, *seconds, _signed(row.error))
+    return table
+
+
+def _verdict(measured: MeasuredSet, rows: Sequence[WholeRow]) -> Iterator[str]:
+    """The median error over the set, with the runs that cannot be predicted and without them."""
+    missed = measured.unsupported.total()
+    yield (
+        f"median error {_percent_of(whole_median(rows, missed))} over {len(rows) + missed} runs, "
+        f"of which {missed} cannot be predicted; {_percent_of(whole_median(rows, 0))} without these"
+    )
+
+
+def _percent_of(value: float) -> str:
+    return _percent(value if np.isfinite(value) else None)
+
+
 def _notes(measured: MeasuredSet) -> list[str]:
     notes = [f"assumed: {assumption}" for assumption in measured.assumptions]
     hosts = sorted({case.serving.deployment.name for case in measured.cases})
@@ -187,6 +251,9 @@ def moves(before: Sequence[Predicted], after: Sequence[Predicted]) -> str:
 
 def _moved(before: Sequence[Predicted], after: Sequence[Predicted]) -> str:
     changes = []
+    if wholes := whole_rows(before):
+        medians = [whole_median(rows, 0) for rows in (wholes, whole_rows(after))]
+        return f"whole {medians[0]:.1%} -> {medians[1]:.1%}"
     for column, name in (("ttft_s", "TTFT"), ("tpot_s", "TPOT")):
         medians = [_median(found, column) for found in (before, after)]
         changes.append(f"{name} {medians[0]:.1%} -> {medians[1]:.1%}")
@@ -213,7 +280,7 @@ MOST_POINTS = 4000
 
 def draw_sets(predictions: Mapping[str, Sequence[Predicted]], out: Path) -> list[Path]:
     """Write ``validate.png`` and ``.svg`` into ``out`` and return their paths. Sets without cases have no panel."""
-    shown = {name: found for name, found in predictions.items() if found}
+    shown = {name: found for name, found in predictions.items() if error_rows(found)}
     if not shown:
         return []
     out.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ import pandas as pd
 from fineserve_evidence.validate import (
     aegaeon,
     authors,
+    gpustack,
     inferencex,
     kvcached,
     lmbench,
@@ -63,6 +64,7 @@ LAYOUTS = (
         open_loops.RESIDENCY_COLUMNS,
         lambda frame, path, _: open_loops.read_residency(frame, path),
     ),
+    Layout("GPUStack performance lab", gpustack.COLUMNS, lambda frame, path, _: gpustack.read_gpustack(frame, path)),
     Layout("DistServe", open_loops.DISTSERVE_COLUMNS, lambda frame, path, _: open_loops.read_distserve(frame, path)),
 )
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from fineserve_evidence.validate.cases import (
     SEED,
+    BenchmarkRun,
     Case,
     ClosedLoop,
     Floats,
@@ -51,12 +52,14 @@ MOST_TRIED = 60
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Predicted:
-    """A case with its predicted rows, shapes as measured. Open loops that say when they started have a throughput."""
+    """A case with its predicted rows, shapes as measured. Open loops that say when they started have a throughput, runs of a
+    benchmark the seconds of the whole."""
 
     case: Case
     ttft_s: Floats
     tpot_s: Floats
     throughput_per_s: Floats | None = None
+    whole_s: float | None = None
 
 
 def predict_set(measured: MeasuredSet, make_step: StepFactory) -> list[Predicted]:
@@ -95,6 +98,8 @@ def _predict(case: Case, make_step: StepFactory) -> Predicted:
     serving, load = case.serving, case.load
     step = make_step(serving.model, serving.precision, serving.tp, serving.gpu, serving.deployment)
     throughput = None
+    if isinstance(load, BenchmarkRun):
+        return Predicted(case, case.ttft_s, case.tpot_s, whole_s=_whole(step, load, serving))
     if isinstance(load, StaticBatch):
         ttft, tpot = _static(step, load, serving)
     elif isinstance(load, ClosedLoop):
@@ -150,6 +155,19 @@ def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats
     run = EngineRun(engines, requests, _settings(serving, running), front_end=serving.front_end)
     times = run.closed_loop(load.clients, load.start_gap_s)
     return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
+
+
+def _whole(step: StepModel, load: BenchmarkRun, serving: Serving) -> float:
+    """The seconds of the run or the mean of its requests'. A client's requests pass the front end one after another."""
+    n = len(load.prompt_tokens)
+    requests = Requests(np.zeros(n, dtype=np.int64), load.prompt_tokens, load.output_tokens)
+    run = EngineRun([_instance(0, 0, step, serving)], requests, _settings(serving, serving.max_sequences))
+    times = run.paced(load.clients, load.gap_s)
+    if load.whole == "latency":
+        return _mean(times.finish_s - times.arrival_s) + serving.front_end_s
+    turns = -(-n // load.clients)
+    burst = load.clients if load.burst_queues else 1
+    return float(np.max(times.finish_s)) + (turns - 1 + burst) * serving.front_end_s
 
 
 def _shared(step: StepModel, load: SharedLoop, serving: Serving) -> tuple[Floats, Floats, Floats]:

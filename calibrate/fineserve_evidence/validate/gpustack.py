@@ -1,0 +1,248 @@
+"""GPUStack's performance lab: whole runs of benchmark clients against vLLM 0.11 to 0.24 on A100, H100 and H200.
+
+Source: docs/performance-lab of gpustack/gpustack @ 47277d7. A row is a run on a page about one model. ``vllm bench serve``
+sends all requests at once, or so many at a time; the row is judged by its duration. ``guidellm`` sends them at a rate, at most
+512 at a time; the row is judged by the mean latency. Pages name the checkpoint in the command, or ("Quantization") in the
+section.
+
+What a command does not set is the version's default. ShareGPT's lengths are drawn from their sketch and scaled to the row's
+tokens; other lengths are the row's means.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from fineserve_traces.sketch import load_sketch
+
+from fineserve_evidence.validate.cases import (
+    SEED,
+    BenchmarkRun,
+    Case,
+    Ints,
+    Label,
+    MeasuredSet,
+    Sensitivity,
+    Serving,
+    with_load,
+    with_serving,
+)
+from fineserve_evidence.validate.predict import BLOCK_TOKENS, block_bytes, kv_bytes
+from fineserve_evidence.validate.rows import FRONT_END_S, UnsupportedRow, cases_of, check_positive, supported
+from fineserve_sim.catalog import CatalogError, GpuSpec, ModelSpec, PrecisionSpec, deployment, gpu, model, precision
+
+DURATION, LATENCY, CLIENTS = "Benchmark duration (s)", "Mean Latency(s)", "Maximum request concurrency"
+REQUESTS, PROMPTS, OUTPUTS = "Successful requests", "Total input tokens", "Total generated tokens"
+FIRST = "Mean TTFT (ms)"
+TEXTS = ("file", "hardware", "engine_versions", "section", "profile", "case", "block", "command_before")
+COLUMNS = (*TEXTS, REQUESTS, DURATION, PROMPTS, OUTPUTS, CLIENTS, LATENCY, FIRST)
+GPUS = {"H100": "h100-sxm", "H200": "h200-sxm", "A100": "a100-80gb"}
+SLOWER_CARD = ("qwen3-14b/h100.md", "qwen3-32b/h100.md")
+"""Pages that say H100 SXM, on which vLLM, SGLang and TensorRT-LLM alike decode 32B at 1.5 TB/s: taken for the H100 PCIe."""
+MODELS = {"glm-4.x": "glm-4.6"}
+"""Pages whose folder is not the model's name."""
+OPTIMIZED_IS_FP8 = ("qwen3.5-35b-a3b/h200.md", "qwen3.5-35b-a3b/h200-latency.md")
+"""Pages that recommend an FP8 checkpoint, which "Optimized" runs then have."""
+AHEAD_FROM = (0, 14)
+"""vLLM schedules a step ahead by default from this version on, before it with ``--async-scheduling``."""
+LARGE_BYTES = 70 * 2**30
+MOST_AT_A_TIME = 512
+"""Requests that guidellm has in flight at most, by default."""
+RANDOM = re.compile("(Throughput|Long Context|Generation Heavy) Profile|in / .* out")
+"""Sections of guidellm's pages whose prompts are random and alike; their ``profile`` is another's."""
+BURST_PER_S = 1000.0
+SLOW = ("qwen3.5-9b/h100.md", "Long Context", "Generation Heavy")
+"""The rate of guidellm's runs that name none is the pages' ``request_rate``: 1,000; 1 in these sections of this page."""
+
+
+def read_gpustack(frame: pd.DataFrame, path: Path) -> MeasuredSet:
+    """Make a case of each run under vLLM on an NVIDIA GPU. Other engines and GPUs are left out, and counted."""
+    check_positive(frame, (REQUESTS, DURATION, PROMPTS, OUTPUTS), path)
+    check_positive(frame, (CLIENTS, LATENCY), path, may_miss=(CLIENTS, LATENCY))
+    rows = [_texted(row) for row in frame.to_dict("records")]
+    copied = _copied(rows)
+    mine = [row for row in rows if _engine(row) == "vllm" and _chip(row)]
+
+    def case(row: dict[Any, Any]) -> Case:
+        if _figures(row) in copied and row is not copied[_figures(row)]:
+            raise UnsupportedRow(f"the figures of {copied[_figures(row)]['file']}")
+        return _case(row)
+
+    cases, unsupported = cases_of(mine, case, lambda row: ("vllm", str(row["file"])))
+    others = len(rows) - len(mine)
+    return MeasuredSet(
+        "gpustack",
+        cases,
+        unsupported,
+        assumptions=(
+            f"{others} rows of other engines and GPUs are left out",
+            "settings that no command names: those of `vllm serve` by default; vLLM steps one ahead from 0.14 on",
+            "lengths of ShareGPT: its first turns, scaled to the row's tokens; else the row's means",
+            f"{FRONT_END_S * 1e3:g} ms before the engine, as in LMBench; a burst passes one by one, but for gpt-oss",
+            "H100 pages of Qwen3-14B and 32B: an H100 PCIe, whose bandwidth their decodes have under all three engines",
+        ),
+        sensitivities=(
+            Sensitivity("the GPU that the pages of Qwen3-14B and 32B name", _as_named),
+            Sensitivity("no burst queues before the engine", with_load(BenchmarkRun, burst_queues=False)),
+            Sensitivity("token budget 2048", with_serving(token_budget=2048)),
+        ),
+    )
+
+
+def _texted(row: dict[Any, Any]) -> dict[Any, Any]:
+    """The row with empty texts for what the page does not say."""
+    return row | {name: row[name] if isinstance(row[name], str) else "" for name in TEXTS}
+
+
+def _as_named(case: Case) -> Case:
+    return with_serving(gpu=gpu("h100-sxm"))(case) if case.serving.gpu.name == "h100-pcie" else case
+
+
+def _engine(row: dict[Any, Any]) -> str:
+    """The engine of a run, by its command; where that is flags alone, by the section and by flags that only SGLang has."""
+    command = str(row["command_before"])
+    if "vllm serve" in command:
+        return "vllm"
+    alone = command.startswith("--") and "SGLang" not in str(row["section"])
+    return "vllm" if alone and not re.search(r"--(tp-size|context-length)\b", command) else "other"
+
+
+def _chip(row: dict[Any, Any]) -> str | None:
+    chip = next((chip for name, chip in GPUS.items() if name in str(row["hardware"])), None)
+    return "h100-pcie" if row["file"] in SLOWER_CARD else chip
+
+
+def _figures(row: dict[Any, Any]) -> tuple[object, ...]:
+    return tuple(row[name] for name in (DURATION, REQUESTS, PROMPTS, OUTPUTS, FIRST))
+
+
+def _copied(rows: Iterable[dict[Any, Any]]) -> dict[tuple[object, ...], dict[Any, Any]]:
+    """Runs whose figures a page about another GPU has, too, to the last digit: the first page's row by the figures."""
+    found: dict[tuple[object, ...], dict[Any, Any]] = {}
+    chips: dict[tuple[object, ...], set[str]] = {}
+    for row in rows:
+        found.setdefault(_figures(row), row)
+        chips.setdefault(_figures(row), set()).add(str(row["hardware"]))
+    return {figures: row for figures, row in found.items() if len(chips[figures]) > 1}
+
+
+def _case(row: dict[Any, Any]) -> Case:
+    page, command = str(row["file"]), f"{row['command_before']} {row['case']}"
+    if re.search(r"--speculative-config", command):
+        raise UnsupportedRow("how many drafted tokens were accepted is not recorded")
+    if re.search(r"--enable-expert-parallel", command):
+        raise UnsupportedRow("experts in parallel")
+    folder = page.split("/", maxsplit=1)[0]
+    served, device = _model(MODELS.get(folder, folder)), gpu(str(_chip(row)))
+    tp = int(_flag(command, "-tp", "--tensor-parallel-size") or 1)
+    format_ = _precision(row, command, served)
+    load = _load(row)
+    serving = Serving(
+        *(served, format_, tp, device, deployment(_host(row, command)), *_limits(command, device)),
+        memory_utilization=float(_flag(command, "--gpu-memory-utilization") or 0.9),
+        front_end_s=FRONT_END_S,
+        mean_tokens=int(load.prompt_tokens.mean() + load.output_tokens.mean() / 2),
+    )
+    label = Label(_title(row), "vllm", served.name, format_.name, tp)
+    longest = int((load.prompt_tokens + load.output_tokens).max())
+    if longest > kv_bytes(supported(serving)) // block_bytes(serving) * BLOCK_TOKENS:
+        raise UnsupportedRow(f"a request does not fit into the KV memory of {device.name}")
+    nothing = np.array([np.nan])
+    measured_s = float(row[LATENCY] if load.whole == "latency" else row[DURATION])
+    return Case(label, serving, load, nothing, nothing, whole_s=measured_s)
+
+
+def _model(name: str) -> ModelSpec:
+    try:
+        return model(name)
+    except CatalogError:
+        raise UnsupportedRow("model not in the catalog") from None
+
+
+def _flag(command: str, *names: str) -> str | None:
+    """The last value of a flag: a comment behind the command says more than the command."""
+    values = re.findall(rf"(?:^|\s)(?:{'|'.join(names)})[ =](\S+)", command)
+    return values[-1] if values else None
+
+
+def _limits(command: str, device: GpuSpec) -> tuple[int, int]:
+    """Token budget and sequences of a step: as the command says, else as ``EngineArgs.get_batch_defaults`` of vLLM 0.11 to
+    0.24 does, which doubles both in throughput mode."""
+    large = device.memory_bytes >= LARGE_BYTES and not device.name.startswith("a100")
+    budget, sequences = (8192, 1024) if large else (2048, 256)
+    twice = 2 if _flag(command, "--performance-mode") == "throughput" else 1
+    asked = (_flag(command, "--max-num-batched-tokens"), _flag(command, "--max-num-seqs"))
+    budget = int(asked[0]) if asked[0] else twice * budget
+    return budget, min(budget, int(asked[1]) if asked[1] else twice * sequences)
+
+
+def _host(row: dict[Any, Any], command: str) -> str:
+    found = re.search(r"vLLM:? v(\d+)\.(\d+)", str(row["engine_versions"]))
+    if found is None:
+        raise UnsupportedRow("version not recorded")
+    ahead = (int(found[1]), int(found[2])) >= AHEAD_FROM or "--async-scheduling" in command
+    return "vllm-cudagraph" if ahead else "vllm-v1"
+
+
+def _precision(row: dict[Any, Any], command: str, served: ModelSpec) -> PrecisionSpec:
+    optimized = row["file"] in OPTIMIZED_IS_FP8 and str(row["block"]).startswith("Optimized")
+    if "-AWQ" in command:
+        return precision("awq")
+    if not ("-FP8" in command or "Quantization" in str(row["section"]) or optimized):
+        return precision(served.checkpoint)
+    if _flag(command, "--kv-cache-dtype") == "fp8":
+        return precision("fp8")
+    return precision("fp8-block" if served.name.startswith("qwen") else "fp8-kv16")
+
+
+def _load(row: dict[Any, Any]) -> BenchmarkRun:
+    n, prompts, outputs = (int(row[name]) for name in (REQUESTS, PROMPTS, OUTPUTS))
+    section, guided = str(row["section"]), not np.isnan(row[LATENCY])
+    if str(row["case"]).startswith("random") or RANDOM.search(section):
+        lengths = np.full(n, round(prompts / n)), np.full(n, max(1, round(outputs / n)))
+    else:
+        lengths = _first_turns(n, guided, (prompts, outputs))
+    if not guided:
+        clients = n if np.isnan(row[CLIENTS]) else int(row[CLIENTS])
+        harmony = str(row["file"]).startswith("gpt-oss")
+        return BenchmarkRun(*lengths, min(clients, n), 0.0, "duration", burst_queues=not harmony)
+    return BenchmarkRun(*lengths, min(MOST_AT_A_TIME, n), 1 / _rate(row), "latency")
+
+
+def _rate(row: dict[Any, Any]) -> float:
+    """Requests a second that guidellm sends: by the section, else by the profile, else by the page."""
+    stated = re.search(r"Rate (\d+)", str(row["section"])) or re.search(r"(\d+)RPS", str(row["profile"]))
+    slow = row["file"] == SLOW[0] and any(name in str(row["section"]) for name in SLOW[1:])
+    return float(stated[1]) if stated else 1.0 if slow else BURST_PER_S
+
+
+def _first_turns(n: int, guided: bool, totals: tuple[int, int]) -> tuple[Ints, Ints]:
+    """Lengths of n requests of ShareGPT with so many tokens in all.
+
+    ``vllm bench serve`` takes the first two turns of each piece of a conversation that are not too long. Half of the pieces
+    are taken to begin with an answer, which the tokens of the rows bear out. guidellm takes question and answer.
+    """
+    rng = np.random.default_rng(SEED)
+    prompt, output = load_sketch("sharegpt_v3_first_turn").sample(rng, 2 * n)
+    if not guided:
+        kept = (np.minimum(prompt, output) >= 4) & (prompt <= 1024) & (prompt + output <= 2048)
+        swapped = rng.random(2 * n) < 0.5
+        prompt, output = np.where(swapped, output, prompt)[kept], np.where(swapped, prompt, output)[kept]
+    found = [_scaled(own[:n], total) for own, total in zip((prompt, output), totals, strict=True)]
+    return found[0], found[1]
+
+
+def _scaled(lengths: Ints, total: int) -> Ints:
+    scaled: Ints = np.maximum(1, np.rint(lengths * (total / lengths.sum()))).astype(np.int64)
+    return scaled
+
+
+def _title(row: dict[Any, Any]) -> str:
+    section = str(row["section"]).rsplit("Experiment Results / ", 1)[-1]
+    parts = (str(row["file"]).removesuffix(".md"), section, str(row["case"]), str(row["block"]).split(" ")[0])
+    return ", ".join(part for part in parts if part and part not in ("Benchmark",))

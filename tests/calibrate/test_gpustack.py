@@ -1,0 +1,175 @@
+"""GPUStack's runs: a small page read by hand, the client in closed form, and the real pages where they are at hand."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import typer
+from typer.testing import CliRunner
+
+pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the import path")
+
+from fineserve_evidence.commands import Latency, step_factory, validate
+from fineserve_evidence.validate.cases import BenchmarkRun, Case, MeasuredSet
+from fineserve_evidence.validate.errors import WholeRow, whole_median, whole_rows
+from fineserve_evidence.validate.gpustack import COLUMNS, DURATION, FIRST, LATENCY, OUTPUTS, PROMPTS, REQUESTS
+from fineserve_evidence.validate.layouts import read_set
+from fineserve_evidence.validate.predict import predict_set
+from fineserve_evidence.validate.rows import FRONT_END_S, LayoutError
+
+from fineserve_sim.latency import StepModel
+
+PAGES = Path(__file__).parents[3] / "shared" / "data" / "fleets" / "gpustack_performance_lab" / "runs.csv"
+SERVED = {
+    "file": "qwen3-8b/h100.md", "hardware": "A single NVIDIA H100 SXM GPU.", "engine_versions": "vLLM: v0.11.0; SGLang: v0.5.3",
+    "section": "Experiment Results / Other Benchmark Cases", "case": "random 2K input", "block": "Baseline benchmark results",
+    "command_before": "vllm serve Qwen/Qwen3-8B", REQUESTS: 10, DURATION: 2.5, PROMPTS: 20000, OUTPUTS: 1000, FIRST: 900,
+}  # fmt: skip
+GUIDED = {
+    "file": "qwen3.5-35b-a3b/h200-latency.md", "hardware": "NVIDIA H200", "engine_versions": "vLLM v0.17.1; SGLang v0.5.9",
+    "section": "Experiment Results / Other Benchmark Cases / Rate 4", "profile": "ShareGPT 8RPS", "block": "Optimized result",
+    "command_before": "--max-model-len=32768", "case": "", "Maximum request concurrency": 30, LATENCY: 3.3,
+}  # fmt: skip
+
+
+def read(tmp_path: Path, *rows: dict[str, object]) -> MeasuredSet:
+    path = tmp_path / "runs.csv"
+    lines = [",".join(f'"{row.get(name, "")}"' for name in COLUMNS) for row in rows]
+    path.write_text("\n".join([",".join(COLUMNS), *lines]), encoding="utf-8")
+    return read_set(path, StepModel)
+
+
+def case_of(tmp_path: Path, **changed: object) -> Case:
+    (case,) = read(tmp_path, SERVED | changed).cases
+    return case
+
+
+def test_a_run_of_vllm_bench(tmp_path: Path) -> None:
+    """All at once, with prompts and outputs of the mean length, under the defaults of a large GPU."""
+    case = case_of(tmp_path)
+    own, load = case.serving, case.load
+    assert isinstance(load, BenchmarkRun)
+    assert (own.model.name, own.precision.name, own.tp, own.gpu.name) == ("qwen3-8b", "W16A16", 1, "h100-sxm")
+    assert (own.token_budget, own.max_sequences, own.deployment.name) == (8192, 1024, "vllm-v1")
+    assert (set(load.prompt_tokens), set(load.output_tokens), len(load.prompt_tokens)) == ({2000}, {100}, 10)
+    assert (load.clients, load.gap_s, load.whole, load.burst_queues, case.whole_s) == (10, 0.0, "duration", True, 2.5)
+
+
+def test_flags_and_the_comment_behind_them(tmp_path: Path) -> None:
+    flags = "vllm serve Qwen/Qwen3-8B-FP8 -tp 2 --async-scheduling --max-num-batched-tokens 8192 --gpu-memory-utilization 0.85"
+    case = case_of(tmp_path, command_before=flags, case="--max-num-batched-tokens 4096", hardware="2 x NVIDIA A100 SXM")
+    own = case.serving
+    assert (own.token_budget, own.max_sequences, own.memory_utilization, own.tp) == (4096, 256, 0.85, 2)
+    assert (own.precision.name, own.deployment.name) == ("W8A8-block", "vllm-cudagraph")
+    assert case_of(tmp_path, command_before="vllm serve Qwen/Qwen3-8B-AWQ").serving.precision.name == "W4A16"
+    doubled = case_of(
+        tmp_path, command_before="vllm serve Qwen/Qwen3-8B --performance-mode=throughput --max-num-seqs=512"
+    )
+    assert (doubled.serving.token_budget, doubled.serving.max_sequences) == (16384, 512)
+
+
+def test_first_turns_have_the_tokens_of_the_row(tmp_path: Path) -> None:
+    load = case_of(tmp_path, case="", **{REQUESTS: 1000, PROMPTS: 217393, OUTPUTS: 201605}).load
+    assert isinstance(load, BenchmarkRun)
+    assert load.prompt_tokens.sum() == pytest.approx(217393, rel=0.01)
+    assert load.output_tokens.sum() == pytest.approx(201605, rel=0.01)
+    assert load.prompt_tokens.std() > 100
+
+
+def test_a_run_of_guidellm(tmp_path: Path) -> None:
+    """The rate is the section's, the checkpoint of optimized runs FP8; the mean latency judges."""
+    (case,) = read(tmp_path, SERVED | GUIDED).cases
+    assert isinstance(case.load, BenchmarkRun)
+    assert (case.load.gap_s, case.load.whole, case.load.burst_queues, case.whole_s) == (0.25, "latency", False, 3.3)
+    assert (case.serving.precision.name, case.serving.deployment.name) == ("W8A8-block", "vllm-cudagraph")
+
+
+def test_what_cannot_be_predicted_is_counted(tmp_path: Path) -> None:
+    rows = (
+        SERVED,
+        SERVED | {"hardware": "A single NVIDIA A100 SXM 80GB GPU.", "file": "qwen3-8b/a100.md"},
+        SERVED | {"file": "glm-9/h100.md", DURATION: 3},
+        SERVED | {"engine_versions": "SGLang", DURATION: 4},
+        SERVED | {"command_before": "vllm serve Qwen/Qwen3-8B --enable-expert-parallel", DURATION: 5},
+        SERVED | {"command_before": 'vllm serve Q --speculative-config {""method"":""mtp""}', DURATION: 6},
+        SERVED | {"file": "qwen3-32b/h100.md", PROMPTS: 320000, DURATION: 7},
+        SERVED | {"hardware": "A single Ascend 910B NPU.", DURATION: 8},
+        SERVED | {"command_before": "python3 -m sglang.launch_server", DURATION: 9},
+        SERVED | {"command_before": "--tp-size=8", DURATION: 10},
+    )
+    found = read(tmp_path, *rows)
+    assert len(found.cases) == 1
+    assert {reason for _, _, reason in found.unsupported} == {
+        "the figures of qwen3-8b/h100.md",
+        "model not in the catalog",
+        "version not recorded",
+        "experts in parallel",
+        "how many drafted tokens were accepted is not recorded",
+        "a request does not fit into the KV memory of h100-pcie",
+    }
+    assert found.unsupported.total() == 6
+    assert "3 rows of other engines and GPUs are left out" in found.assumptions
+    with pytest.raises(LayoutError, match="Benchmark duration"):
+        read(tmp_path, SERVED | {DURATION: 0})
+
+
+def predicted_s(tmp_path: Path, **changed: object) -> float:
+    case = case_of(tmp_path)
+    assert isinstance(case.load, BenchmarkRun)
+    (found,) = predict_set(MeasuredSet("", (replace(case, load=replace(case.load, **changed)),)), StepModel)  # type: ignore[arg-type]
+    assert found.whole_s is not None
+    return found.whole_s
+
+
+def test_the_client_in_closed_form(tmp_path: Path) -> None:
+    """Requests far apart each take what one takes; a queue before the engine takes all of a burst one by one."""
+    two = {"prompt_tokens": np.array([100, 100]), "output_tokens": np.array([5, 5])}
+    alone_s = predicted_s(tmp_path, **two, clients=2, gap_s=10.0, whole="latency")
+    assert predicted_s(tmp_path, **two, clients=1, burst_queues=False) == pytest.approx(2 * alone_s)
+    far = predicted_s(tmp_path, **two, clients=2, gap_s=10.0, burst_queues=False)
+    assert far == pytest.approx(10 + alone_s)
+    late = predicted_s(tmp_path, **two, clients=1, gap_s=10.0, burst_queues=False)
+    assert late == pytest.approx(10 + alone_s + FRONT_END_S)  # of the second turn
+    together = [predicted_s(tmp_path, **two, clients=2, burst_queues=queues) for queues in (False, True)]
+    assert together[1] - together[0] == pytest.approx(FRONT_END_S)
+
+
+def test_the_command_prints_each_run(tmp_path: Path) -> None:
+    read(tmp_path, SERVED, SERVED | {"file": "glm-9/h100.md", DURATION: 3})
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(validate)
+    path = str(tmp_path / "runs.csv")
+    shown = CliRunner().invoke(app, ["--set", path, "--out", str(tmp_path / "figures")])
+    assert shown.exit_code == 0
+    for words in (
+        "measured s",
+        "predicted s",
+        "over 2 runs, of which 1 cannot be predicted",
+        "glm-9/h100.md: model not in",
+    ):
+        assert words in shown.stdout
+    (row,) = json.loads(CliRunner().invoke(app, ["--set", path, "--json"]).stdout)
+    assert row["error"] == pytest.approx(row["predicted_s"] / 2.5 - 1)
+
+
+def test_missed_runs_count_as_infinitely_wrong() -> None:
+    rows = [WholeRow("", "", "", "", 1, "duration", 1.0, 1 + error, error) for error in (0.1, -0.2, 0.3)]
+    assert whole_median(rows, 0) == pytest.approx(0.2)
+    assert whole_median(rows, 1) == pytest.approx(0.25)
+    assert whole_median(rows, 4) == np.inf
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not PAGES.is_file(), reason="the shared/ folder with the pages is absent")
+def test_the_pages_as_fidelity_says() -> None:
+    """163 runs of vLLM on NVIDIA GPUs; those that can be predicted keep the limit of 15 %."""
+    make_step = step_factory(Latency.TABLES)
+    found = read_set(PAGES, make_step)
+    rows, missed = whole_rows(predict_set(found, make_step)), found.unsupported.total()
+    assert (len(rows), missed) == (140, 23)
+    assert whole_median(rows, 0) == pytest.approx(0.147, abs=0.002)
+    assert whole_median(rows, missed) == pytest.approx(0.173, abs=0.002)
