@@ -34,7 +34,17 @@ from fineserve_evidence.validate.cases import (
 )
 from fineserve_evidence.validate.predict import BLOCK_TOKENS, block_bytes, kv_bytes
 from fineserve_evidence.validate.rows import FRONT_END_S, UnsupportedRow, cases_of, check_positive, supported
-from fineserve_sim.catalog import CatalogError, GpuSpec, ModelSpec, PrecisionSpec, deployment, gpu, model, precision
+from fineserve_sim.catalog import (
+    CatalogError,
+    GpuSpec,
+    ModelSpec,
+    PrecisionSpec,
+    deployment,
+    gpu,
+    graph_bytes,
+    model,
+    precision,
+)
 
 DURATION, LATENCY, CLIENTS = "Benchmark duration (s)", "Mean Latency(s)", "Maximum request concurrency"
 REQUESTS, PROMPTS, OUTPUTS = "Successful requests", "Total input tokens", "Total generated tokens"
@@ -50,6 +60,8 @@ OPTIMIZED_IS_FP8 = ("qwen3.5-35b-a3b/h200.md", "qwen3.5-35b-a3b/h200-latency.md"
 """Pages that recommend an FP8 checkpoint, which "Optimized" runs then have."""
 AHEAD_FROM = (0, 14)
 """vLLM schedules a step ahead by default from this version on, before it with ``--async-scheduling``."""
+FLASHINFER = (0, 11)
+"""The version that samples by FlashInfer; later ones on these pages sort."""
 LARGE_BYTES = 70 * 2**30
 MOST_AT_A_TIME = 512
 """Requests that guidellm has in flight at most, by default."""
@@ -82,6 +94,7 @@ def read_gpustack(frame: pd.DataFrame, path: Path) -> MeasuredSet:
         assumptions=(
             f"{others} rows of other engines and GPUs are left out",
             "settings that no command names: those of `vllm serve` by default; vLLM steps one ahead from 0.14 on",
+            "memory as these versions took it: CUDA graphs beside the KV memory; 0.11 samples by FlashInfer",
             "lengths of ShareGPT: its first turns, scaled to the row's tokens; else the row's means",
             f"{FRONT_END_S * 1e3:g} ms before the engine, as in LMBench; a burst passes one by one, but for gpt-oss",
             "H100 pages of Qwen3-14B and 32B: an H100 PCIe, whose bandwidth their decodes have under all three engines",
@@ -141,10 +154,10 @@ def _case(row: dict[Any, Any]) -> Case:
     served, device = _model(MODELS.get(folder, folder)), gpu(str(_chip(row)))
     tp = int(_flag(command, "-tp", "--tensor-parallel-size") or 1)
     format_ = _precision(row, command, served)
-    load = _load(row)
+    load, asked = _load(row), float(_flag(command, "--gpu-memory-utilization") or 0.9)
     serving = Serving(
         *(served, format_, tp, device, deployment(_host(row, command)), *_limits(command, device)),
-        memory_utilization=float(_flag(command, "--gpu-memory-utilization") or 0.9),
+        memory_utilization=asked + graph_bytes(served, tp) / device.memory_bytes,
         front_end_s=FRONT_END_S,
         mean_tokens=int(load.prompt_tokens.mean() + load.output_tokens.mean() / 2),
     )
@@ -185,8 +198,11 @@ def _host(row: dict[Any, Any], command: str) -> str:
     found = re.search(r"vLLM:? v(\d+)\.(\d+)", str(row["engine_versions"]))
     if found is None:
         raise UnsupportedRow("version not recorded")
-    ahead = (int(found[1]), int(found[2])) >= AHEAD_FROM or "--async-scheduling" in command
-    return "vllm-cudagraph" if ahead else "vllm-v1"
+    version = int(found[1]), int(found[2])
+    asked = "--async-scheduling" in command
+    if version == FLASHINFER:
+        return "vllm-0.11-async" if asked else "vllm-0.11"
+    return "vllm-cudagraph" if version >= AHEAD_FROM or asked else "vllm-v1"
 
 
 def _precision(row: dict[Any, Any], command: str, served: ModelSpec) -> PrecisionSpec:
