@@ -3,6 +3,7 @@
 * ``Windowed``: layers whose queries see the last tokens alone. A batch's decodes count as equally long, and so do its chunks;
   then the query-key pairs inside the window follow from the running sums. A chunk of c tokens after a prefix of P has
   ``pairs / tokens = P + (c + 1) / 2`` and ``context / tokens = P / c``.
+* ``Chosen``: layers whose queries see so many tokens that an index chooses.
 * ``Behind``: layers that keep K and V compressed. Decodes compute on the compressed vectors; prompts unfold those of a prefix.
 * ``PerSequence``: layers that keep a state of constant size for each sequence.
 * ``Summed``: all kinds of a model.
@@ -84,6 +85,17 @@ class Windowed:
     def prefill_source(self, tokens: int, pairs: float, context: int) -> int:
         inside, reached = windowed_pairs(tokens, pairs, context, self.tokens)
         return self.full.prefill_source(tokens, max(inside, float(tokens)), reached)
+
+
+@dataclass(frozen=True)
+class Chosen(Windowed):
+    """``full`` attention to ``tokens`` tokens that an index chooses: where there are fewer, the rest is computed and masked."""
+
+    def decode(self, decodes: int) -> PiecewiseLinear:
+        return PiecewiseLinear([0.0], [self.full.decode(decodes).at(float(decodes * self.tokens))], 0.0)
+
+    def prefill_s(self, tokens: int, pairs: float, context: int) -> float:
+        return self.full.prefill_s(tokens, float(tokens * self.tokens), 0)
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from fineserve_sim.catalog.architecture import AttentionLayers
 from fineserve_sim.latency import experts
 from fineserve_sim.latency.attention import Attention, RooflineAttention
 from fineserve_sim.latency.cost import Cost, Floats, rate_code
-from fineserve_sim.latency.layered_attention import COPIES, Behind, PerSequence, Summed, Windowed
+from fineserve_sim.latency.layered_attention import COPIES, Behind, Chosen, PerSequence, Summed, Windowed
 from fineserve_sim.latency.rates import Provenance, Rates
 from fineserve_sim.latency.tables import PiecewiseLinear
 
@@ -42,6 +42,8 @@ BYTES_16BIT = 2
 BITS_4, BITS_8 = 4, 8
 NORM_REDUCE_BYTES = 2 * 4
 """A token's norms across heads are a 32-bit sum of squares of Q, and one of K."""
+SPARSE_HEADS = (64, 128)
+"""Heads that FlashMLA's sparse kernel computes at least: on Hopper, and on Blackwell."""
 LINEARS = ("qkv", "o", "gate_up", "down")
 """The matrix products of a layer, as ``linears`` names them."""
 
@@ -196,6 +198,8 @@ class Operators:
         """Compressed K and V. Decodes score against and sum the compressed vector; prompts unfold it, that of a prefix as well.
 
         With an index, decodes and prompts see the tokens that it chooses, all of them compressed; the index sees every token.
+        The kernel computes full groups of ``SPARSE_HEADS`` heads and as many tokens as may be chosen, however few there are
+        (``flashmla_sparse`` of vLLM 0.11 to 0.17, and FlashMLA's sparse prefill).
         """
         latent, heads, layers = self.model.latent, self.model.q_heads // self.tp, kind.layers
         assert latent is not None
@@ -208,10 +212,12 @@ class Operators:
         if kind.window is None:
             whole = (kernel, layers, layers * plain, token_bytes)
             return self._compressed(whole, self._flops_s(layers * folded), self._flops_s(layers * unfold))
+        group = SPARSE_HEADS[self.gpu.fp4_flops_per_s is not None]
+        folded = folded // heads * (-(-heads // group) * group)
         chosen = RooflineAttention(kernel, layers, layers * folded, token_bytes)
         index_flops = layers * 2 * latent.index_heads * latent.index_dim
         index = RooflineAttention(kernel, layers, index_flops, layers * (latent.index_dim + 4))
-        return Summed((Windowed(Behind(chosen, self._flops_s(layers * folded), 0.0), kind.window), index))
+        return Summed((Chosen(Behind(chosen, self._flops_s(layers * folded), 0.0), kind.window), index))
 
     def _compressed(self, work: tuple[GemmKernel, int, int, int], folded_s: float, unfold_s: float) -> Attention:
         return Behind(RooflineAttention(*work), folded_s, unfold_s)

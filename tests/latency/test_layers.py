@@ -185,6 +185,17 @@ def test_an_index_bounds_what_a_query_attends_to() -> None:
     assert sparse.step_s(*long) < dense.step_s(*long)
 
 
+def test_sparse_attention_computes_64_heads_however_few_a_gpu_has() -> None:
+    """deepseek-v3.2: 128 heads. At TP 8 a GPU has 16, and its prompts' attention takes as long as that of 64 at TP 2."""
+    eighth, half = (step_of("deepseek-v3.2", tp, tables=False).attention.kinds[0] for tp in (8, 2))  # type: ignore[attr-defined]
+    assert eighth.prefill_s(2048, 2048 * 8192, 0) == half.prefill_s(2048, 2048 * 8192, 0)
+    near, far = eighth.prefill_s(100, 5050, 0), eighth.prefill_s(100, 5050 + 100 * 9000, 9000)
+    assert near == far == 100 * 2048 * eighth.pair_s  # as many keys as may be chosen, also where there are fewer
+    assert eighth.decode(4).at(4 * 100) == eighth.decode(4).at(4 * 9000)
+    whole = step_of("deepseek-v3.2", 1, tables=False).attention.kinds[0]  # type: ignore[attr-defined]
+    assert whole.pair_s == pytest.approx(2 * half.pair_s)
+
+
 def test_a_state_costs_the_same_at_every_length() -> None:
     step = step_of("qwen3.5-35b-a3b", tables=False)
     per_token = [step.attention.decode(8).at(tokens) for tokens in (8, 80_008, 160_008)]
