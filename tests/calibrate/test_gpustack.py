@@ -50,13 +50,13 @@ def case_of(tmp_path: Path, **changed: object) -> Case:
 
 
 def test_a_run_of_vllm_bench(tmp_path: Path) -> None:
-    """All at once, with prompts and outputs of the mean length, under the defaults of a large GPU."""
+    """All at once, with prompts and outputs of the mean length and a template's 8 tokens, under a large GPU's defaults."""
     case = case_of(tmp_path)
     own, load = case.serving, case.load
     assert isinstance(load, BenchmarkRun)
     assert (own.model.name, own.precision.name, own.tp, own.gpu.name) == ("qwen3-8b", "W16A16", 1, "h100-sxm")
     assert (own.token_budget, own.max_sequences, own.deployment.name) == (8192, 1024, "vllm-0.11")
-    assert (set(load.prompt_tokens), set(load.output_tokens), len(load.prompt_tokens)) == ({2000}, {100}, 10)
+    assert (set(load.prompt_tokens), set(load.output_tokens), len(load.prompt_tokens)) == ({2008}, {100}, 10)
     assert (load.clients, load.gap_s, load.whole, load.burst_queues, case.whole_s) == (10, 0.0, "duration", True, 2.5)
 
 
@@ -80,7 +80,7 @@ def test_flags_and_the_comment_behind_them(tmp_path: Path) -> None:
 def test_first_turns_have_the_tokens_of_the_row(tmp_path: Path) -> None:
     load = case_of(tmp_path, case="", **{REQUESTS: 1000, PROMPTS: 217393, OUTPUTS: 201605}).load
     assert isinstance(load, BenchmarkRun)
-    assert load.prompt_tokens.sum() == pytest.approx(217393, rel=0.01)
+    assert load.prompt_tokens.sum() == pytest.approx(217393 + 8000, rel=0.01)
     assert load.output_tokens.sum() == pytest.approx(201605, rel=0.01)
     assert load.prompt_tokens.std() > 100
 
@@ -171,10 +171,10 @@ def test_missed_runs_count_as_infinitely_wrong() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not PAGES.is_file(), reason="the shared/ folder with the pages is absent")
 def test_the_pages_as_fidelity_says() -> None:
-    """163 runs of vLLM on NVIDIA GPUs; those that can be predicted keep the limit of 15 %."""
+    """163 runs of vLLM on NVIDIA GPUs; with those that cannot be predicted, the median keeps 15 %."""
     make_step = step_factory(Latency.TABLES)
     found = read_set(PAGES, make_step)
     rows, missed = whole_rows(predict_set(found, make_step)), found.unsupported.total()
     assert (len(rows), missed) == (141, 22)
-    assert whole_median(rows, 0) == pytest.approx(0.144, abs=0.002)
-    assert whole_median(rows, missed) == pytest.approx(0.169, abs=0.002)
+    assert whole_median(rows, 0) == pytest.approx(0.129, abs=0.002)
+    assert whole_median(rows, missed) == pytest.approx(0.147, abs=0.002)

@@ -65,6 +65,9 @@ FLASHINFER = (0, 11)
 LARGE_BYTES = 70 * 2**30
 MOST_AT_A_TIME = 512
 """Requests that guidellm has in flight at most, by default."""
+TEMPLATES = {"qwen3": 8, "glm": 5, "deepseek": 3, "gpt-oss": 6}
+"""Tokens that a model's chat template puts around a prompt, by the start of its name. ``vllm bench serve`` sends chats and
+counts the prompts alone; guidellm counts what the server does. What gpt-oss' requests share is left out."""
 RANDOM = re.compile("(Throughput|Long Context|Generation Heavy) Profile|in / .* out")
 """Sections of guidellm's pages whose prompts are random and alike; their ``profile`` is another's."""
 BURST_PER_S = 1000.0
@@ -95,7 +98,7 @@ def read_gpustack(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             f"{others} rows of other engines and GPUs are left out",
             "settings that no command names: those of `vllm serve` by default; vLLM steps one ahead from 0.14 on",
             "memory as these versions took it: CUDA graphs beside the KV memory; 0.11 samples by FlashInfer",
-            "lengths of ShareGPT: its first turns, scaled to the row's tokens; else the row's means",
+            "lengths of ShareGPT: its first turns, scaled to the row's tokens; else the row's means; chat templates added",
             f"{FRONT_END_S * 1e3:g} ms before the engine, as in LMBench; a burst passes one by one, but for gpt-oss",
             "H100 pages of Qwen3-14B and 32B: an H100 PCIe, whose bandwidth their decodes have under all three engines",
         ),
@@ -219,6 +222,8 @@ def _precision(row: dict[Any, Any], command: str, served: ModelSpec) -> Precisio
 def _load(row: dict[Any, Any]) -> BenchmarkRun:
     n, prompts, outputs = (int(row[name]) for name in (REQUESTS, PROMPTS, OUTPUTS))
     section, guided = str(row["section"]), not np.isnan(row[LATENCY])
+    if not guided:
+        prompts += n * next((tokens for name, tokens in TEMPLATES.items() if str(row["file"]).startswith(name)), 0)
     if str(row["case"]).startswith("random") or RANDOM.search(section):
         lengths = np.full(n, round(prompts / n)), np.full(n, max(1, round(outputs / n)))
     else:
