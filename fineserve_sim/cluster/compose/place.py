@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from fineserve_sim.cluster.compose.memory import slots_of
 from fineserve_sim.cluster.compose.policies import build_placement
@@ -29,7 +30,20 @@ def place(scenario: Scenario, demands: Mapping[str, ModelDemand]) -> Placed:
         raise ScenarioError(f"system {scenario.system.name}: {error}") from error
     _check_groups(slots, placement.instances)
     _check_exclusive(scenario, placement.instances)
-    return placement, demands
+    return replace(placement, instances=_in_ranks(scenario, placement.instances)), demands
+
+
+def _in_ranks(scenario: Scenario, instances: Sequence[Instance]) -> tuple[Instance, ...]:
+    """Instances of data-parallel ranks as one instance a rank, side by side, each on GPUs of its own."""
+    served = {model.id: model for model in scenario.models}
+    found: list[Instance] = []
+    for instance in instances:
+        model = served[instance.model]
+        for rank in range(model.ranks):
+            gpus = instance.gpus[rank * model.tp : (rank + 1) * model.tp]
+            number, rate_per_s = instance.replica * model.ranks + rank, instance.rate_per_s / model.ranks
+            found.append(replace(instance, replica=number, gpus=gpus, rate_per_s=rate_per_s) if model.ranks > 1 else instance)
+    return tuple(found)
 
 
 def _check_fits_somewhere(demand: ModelDemand, slots: Sequence[GpuSlot]) -> None:
