@@ -173,7 +173,9 @@ def with_experts(model: ModelSpec, spread: Literal["split", "whole"]) -> ModelSp
 def with_ranks(model: ModelSpec, ranks: int) -> ModelSpec:
     """The model in so many data-parallel ranks, over whose GPUs its experts are. Raises CatalogError for a dense model."""
     if model.experts is None:
-        raise CatalogError(f"model {model.name} has no experts, so its replicas step apart; leave dp out and give it more GPUs")
+        raise CatalogError(
+            f"model {model.name} has no experts, so its replicas step apart; leave dp out and give it more GPUs"
+        )
     return model.model_copy(update={"experts": model.experts.model_copy(update={"ranks": ranks})})
 
 

@@ -145,7 +145,9 @@ def why_no_ranks(system: SystemSpec, settings: EngineSettings) -> str | None:
     """Why a cluster of this system and these engines cannot have data-parallel ranks; None if it can."""
     if system.residency is not None or system.dispatch is not None:
         axis = "residency" if system.residency is not None else "dispatch"
-        return f"dp is for engines that stay, and system {system.name} has {axis}; take dedicated, or a pinned placement"
+        return (
+            f"dp is for engines that stay, and system {system.name} has {axis}; take dedicated, or a pinned placement"
+        )
     for axis, chosen, known in (
         ("placement", system.placement.policy, ("dedicated", "pinned")),
         ("scheduler", system.scheduler.policy, ("fcfs",)),

@@ -33,7 +33,7 @@ DUMMY: Final[Sums] = (1, 0, 0, 0, 0, 0)
 
 
 class RanksStepModel(StepModel):
-    """Step times of a model in data-parallel ranks (``Experts.ranks``); see above. Arguments and errors as for ``StepModel``."""
+    """Step times of a model in data-parallel ranks (``Experts.ranks``); see above. Arguments and errors as ``StepModel``."""
 
     def _price_by(self, operators: OperatorCosts, attention: Attention) -> None:
         super()._price_by(operators, attention)

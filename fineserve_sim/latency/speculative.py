@@ -56,7 +56,8 @@ def step_model_of(
     tables: TableSet | None = None,
     kernel: AttentionVariant | None = None,
 ) -> StepModel:
-    """The step times of a model, behind a draft model where it has one, or in data-parallel ranks. Raises ValueError for both."""
+    """The step times of a model, behind a draft model or in data-parallel ranks where it has them. Raises ValueError for
+    both."""
     kind: type[StepModel] = StepModel if model.speculation is None else SpeculativeStepModel
     if data_ranks(model) > 1:
         if model.speculation is not None:

@@ -22,7 +22,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_sim.catalog import AttentionVariant, Deployment, GpuSpec, ModelSpec, PrecisionSpec, data_ranks, expert_work
+from fineserve_sim.catalog import (
+    AttentionVariant,
+    Deployment,
+    GpuSpec,
+    ModelSpec,
+    PrecisionSpec,
+    data_ranks,
+    expert_work,
+)
 from fineserve_sim.latency.attention import Attention
 from fineserve_sim.latency.cost import Cost, Floats
 from fineserve_sim.latency.experts import LEAST_ALIGNED_OUTPUTS

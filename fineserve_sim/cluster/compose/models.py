@@ -257,7 +257,7 @@ class Builder:
         ScenarioError where it shares a GPU."""
         if self.contention.contended(engine.index):
             raise ScenarioError(
-                f"model {engine.model}: data-parallel ranks (dp) share no GPU with other engines; place them on GPUs of their own"
+                f"model {engine.model}: data-parallel ranks (dp) share no GPU; give them whole GPUs of their own"
             )
         begun = self._together.get(engine.model)
         if begun is None or begun.size == ranks:

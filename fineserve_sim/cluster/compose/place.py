@@ -42,7 +42,9 @@ def _in_ranks(scenario: Scenario, instances: Sequence[Instance]) -> tuple[Instan
         for rank in range(model.ranks):
             gpus = instance.gpus[rank * model.tp : (rank + 1) * model.tp]
             number, rate_per_s = instance.replica * model.ranks + rank, instance.rate_per_s / model.ranks
-            found.append(replace(instance, replica=number, gpus=gpus, rate_per_s=rate_per_s) if model.ranks > 1 else instance)
+            found.append(
+                replace(instance, replica=number, gpus=gpus, rate_per_s=rate_per_s) if model.ranks > 1 else instance
+            )
     return tuple(found)
 
 

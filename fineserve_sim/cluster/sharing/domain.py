@@ -130,7 +130,9 @@ def domains_of(
         if isinstance(memories[own[0]], PrivatePools):
             own_memories = [memories[gpu] for gpu in own]
             steps_apart = isinstance(engine.executor, Spans)  # else nothing is promised to it
-            domains.append(PrivateDomain(engine, own_memories) if steps_apart else MemoryDomain((engine,), own_memories))
+            domains.append(
+                PrivateDomain(engine, own_memories) if steps_apart else MemoryDomain((engine,), own_memories)
+            )
         else:
             sharing[place] = own
     for members in connected(sharing):
