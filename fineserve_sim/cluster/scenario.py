@@ -47,13 +47,7 @@ class ServedModel:
 
     @property
     def ranks(self) -> int:
-        """Data-parallel ranks that step together, each a TP group; 1: its engines are apart."""
-        return data_ranks(self.model)
-
-    @property
-    def gpus(self) -> int:
-        """GPUs that are placed together: the TP groups of all ranks."""
-        return self.tp * self.ranks
+        return data_ranks(self.model)  # TP groups in data parallel, which step together
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,27 +133,6 @@ def wrong_fault(faults: Sequence[Fault], system: SystemSpec, instances: int, gpu
             if other is not fault and other.number == fault.number and other.time_s <= fault.time_s < back_s:
                 return index, f"{what} {fault.number} is lost at {other.time_s:g} s and not back at {fault.time_s:g} s"
     return None
-
-
-def why_no_ranks(system: SystemSpec, settings: EngineSettings) -> str | None:
-    """Why a cluster of this system and these engines cannot have data-parallel ranks; None if it can."""
-    if system.residency is not None or system.dispatch is not None:
-        axis = "residency" if system.residency is not None else "dispatch"
-        return (
-            f"dp is for engines that stay, and system {system.name} has {axis}; take dedicated, or a pinned placement"
-        )
-    for axis, chosen, known in (
-        ("placement", system.placement.policy, ("dedicated", "pinned")),
-        ("scheduler", system.scheduler.policy, ("fcfs",)),
-        ("memory", system.memory.policy, ("private",)),
-    ):
-        if chosen not in known:
-            return f"dp takes {axis} {' or '.join(known)}, and system {system.name} has {chosen}"
-    if settings.batching != "vllm":
-        return f"dp is vLLM's; leave it out with batching {settings.batching}"
-    if settings.step_times is not None:
-        return "dp takes predicted step times; leave engine.step_times out"
-    return "dp has no cache in host memory yet; leave engine.kv_offloading out" if settings.kv_offloading else None
 
 
 @dataclass(frozen=True, slots=True)

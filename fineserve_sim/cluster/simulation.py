@@ -15,8 +15,9 @@ from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.groups import check_groups, compose_groups
 from fineserve_sim.cluster.compose.models import compose, compose_fleet
 from fineserve_sim.cluster.compose.place import Placed, place
+from fineserve_sim.cluster.compose.ranks import check_ranks
 from fineserve_sim.cluster.run import Run
-from fineserve_sim.cluster.scenario import EndedRequests, RunResult, Scenario, ScenarioError, Timeline, why_no_ranks
+from fineserve_sim.cluster.scenario import EndedRequests, RunResult, Scenario, ScenarioError, Timeline
 from fineserve_sim.systems.spec import ClairvoyantSpec
 
 MOST_NOTES = 1 << 13
@@ -29,7 +30,7 @@ def simulate(scenario: Scenario) -> RunResult:
 
     Raises ScenarioError when system, models, cluster and faults do not fit together.
     """
-    _check_ranks(scenario)
+    check_ranks(scenario)
     if isinstance(scenario.system.scheduler, ClairvoyantSpec) and scenario.system.dispatch is None:
         return simulate_clairvoyant(scenario)
     if why_whole(scenario) is not None:
@@ -71,7 +72,7 @@ def simulate_step_by_step(scenario: Scenario) -> RunResult:
 def prepare(scenario: Scenario, placed: Placed | None = None, joined: Joined | None = None) -> Run:
     """A run before its first event; its requests and what became of them go through ``joined``, or are kept. ScenarioError as
     ``simulate``."""
-    _check_ranks(scenario)
+    check_ranks(scenario)
     if scenario.system.dispatch is not None:
         check_groups(scenario)
         build = compose_groups
@@ -79,13 +80,6 @@ def prepare(scenario: Scenario, placed: Placed | None = None, joined: Joined | N
         build = compose if scenario.system.residency is None else compose_fleet
     placed = placed or place(scenario, demands_of(scenario))
     return Run(scenario, build(scenario, placed), joined=joined)
-
-
-def _check_ranks(scenario: Scenario) -> None:
-    """Raises ScenarioError for data-parallel ranks that this system or these engines cannot have."""
-    for served in scenario.models:
-        if served.ranks > 1 and (problem := why_no_ranks(scenario.system, scenario.engine)):
-            raise ScenarioError(f"model {served.id}: {problem}")
 
 
 def simulate_component(component: Component) -> Piece:

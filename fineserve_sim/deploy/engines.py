@@ -131,7 +131,7 @@ def _check_models(experiment: Experiment) -> None:
             raise experiment.document.error(
                 path, "the draft's checkpoint is not known; leave it out, and add vLLM's flag"
             )
-        if model.entry.dp > 1:
+        if model.entry.ranks > 1:
             raise experiment.document.error(
                 ("models", index, "dp"),
                 "no engines are written for ranks; leave it out, and add vLLM's --data-parallel-size",

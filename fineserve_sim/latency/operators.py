@@ -149,8 +149,8 @@ class Operators:
     rates: Rates
 
     def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
-        """Costs over all layers of what every batch token passes through; attention is not among them. Of data-parallel ranks
-        each has so many tokens, and the experts have those of all (``GROUP_COSTS``)."""
+        """Costs over all layers of what every batch token passes through; attention is not among them. With
+        data-parallel ranks each has so many tokens, and the experts have those of all (``GROUP_COSTS``)."""
         model, layers = self.model, self.model.layers
         costs = self._linears(tokens)
         costs |= self._elementwise(tokens)

@@ -8,8 +8,8 @@ each other in every layer, and all have the time of the slowest:
     step   = max over ranks of: host + max(device, host floor)
     device = tokens[own] + experts[tokens of all ranks] + exchange[tokens of all ranks] + lm_head[sampled] + attention
 
-A rank without requests computes one dummy token meanwhile. What is left out: batches padded to the size of the largest rank's,
-whose time is that of the largest rank anyway, but for the experts on padding; and uneven routing.
+A rank without requests computes one dummy token meanwhile. Two things are left out. vLLM pads batches to the size of the
+largest: here experts do not compute padding. Experts get equal shares of the tokens on every rank.
 
 ``step_s`` and all that the base class has are of one rank while the others have equal batches.
 """

@@ -65,7 +65,7 @@ def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, sl
         id=served.id,
         rate_per_s=served.rate_per_s,
         slo_s=served.ttft_slo_s,
-        tp=served.gpus,
+        tp=served.tp * served.ranks,
         weight_bytes=resident_bytes(served, settings),
         token_bytes=geometry(served, settings).token_bytes,
         profile=_of_all_ranks(operating_points(typical(served), gpu, settings), served.ranks),

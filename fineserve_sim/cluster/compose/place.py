@@ -8,6 +8,7 @@ from dataclasses import replace
 from fineserve_sim.cluster.compose.memory import slots_of
 from fineserve_sim.cluster.compose.policies import build_placement
 from fineserve_sim.cluster.compose.profiling import sharing_of
+from fineserve_sim.cluster.compose.ranks import in_ranks
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
 from fineserve_sim.policy.memory.ledger import MemoryLedger
@@ -30,22 +31,7 @@ def place(scenario: Scenario, demands: Mapping[str, ModelDemand]) -> Placed:
         raise ScenarioError(f"system {scenario.system.name}: {error}") from error
     _check_groups(slots, placement.instances)
     _check_exclusive(scenario, placement.instances)
-    return replace(placement, instances=_in_ranks(scenario, placement.instances)), demands
-
-
-def _in_ranks(scenario: Scenario, instances: Sequence[Instance]) -> tuple[Instance, ...]:
-    """Instances of data-parallel ranks as one instance a rank, side by side, each on GPUs of its own."""
-    served = {model.id: model for model in scenario.models}
-    found: list[Instance] = []
-    for instance in instances:
-        model = served[instance.model]
-        for rank in range(model.ranks):
-            gpus = instance.gpus[rank * model.tp : (rank + 1) * model.tp]
-            number, rate_per_s = instance.replica * model.ranks + rank, instance.rate_per_s / model.ranks
-            found.append(
-                replace(instance, replica=number, gpus=gpus, rate_per_s=rate_per_s) if model.ranks > 1 else instance
-            )
-    return tuple(found)
+    return replace(placement, instances=in_ranks(scenario, placement.instances)), demands
 
 
 def _check_fits_somewhere(demand: ModelDemand, slots: Sequence[GpuSlot]) -> None:

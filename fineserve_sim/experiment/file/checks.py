@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fineserve_sim.cluster.scenario import why_no_ranks, wrong_fault
+from fineserve_sim.cluster.compose.ranks import why_no_ranks
+from fineserve_sim.cluster.scenario import wrong_fault
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.axes import check_sweep
 from fineserve_sim.experiment.file.degrees import least_degree
@@ -79,7 +80,7 @@ def _check_offloading(document: Document, file: schema.ExperimentFile, setup: Se
 def _check_ranks(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
     """Every system of the file can have the data-parallel ranks of its models."""
     for index, model in enumerate(file.models):
-        for item in file.systems if model.dp > 1 else ():
+        for item in file.systems if model.ranks > 1 else ():
             system = setup.systems[item if isinstance(item, str) else item.name]
             if problem := why_no_ranks(system, setup.engine):
                 raise document.error(("models", index, "dp"), problem)

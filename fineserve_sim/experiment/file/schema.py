@@ -231,7 +231,7 @@ class Model(Strict):
     ]
     precision: str
     tp: Degree = 1
-    dp: Count = 1
+    dp: Count | None = None
     experts: Literal["split", "whole"] | None = None
     speculative: Speculative | None = None
     share: Positive | None = None
@@ -240,6 +240,11 @@ class Model(Strict):
     clients: Count | None = None
     think_s: NonNegative | None = None
     ttft_slo_s: Positive | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self.dp or 1
 
 
 class Poisson(Strict):
