@@ -20,6 +20,7 @@ from fineserve_sim.catalog.geometry import (
     activation_bytes,
     active_parameters,
     check_tp,
+    data_ranks,
     drafted,
     expert_work,
     graph_bytes,
@@ -34,6 +35,7 @@ from fineserve_sim.catalog.geometry import (
     state_bytes,
     weight_bytes,
     with_experts,
+    with_ranks,
 )
 from fineserve_sim.catalog.hf import model_from_hf_config
 from fineserve_sim.catalog.load import (
@@ -115,6 +117,7 @@ __all__ = [
     "check_checkpoint_precision",
     "check_tp",
     "checkpoint_precision",
+    "data_ranks",
     "deployment",
     "deployments",
     "drafted",
@@ -150,5 +153,6 @@ __all__ = [
     "state_bytes",
     "weight_bytes",
     "with_experts",
+    "with_ranks",
     "with_speculation",
 ]

@@ -23,7 +23,8 @@ class Experts(Spec):
     """The MLP of a mixture: ``active`` of ``count`` experts for each token, and beside them an MLP that all tokens share.
 
     ``dense_layers`` keep an MLP of the model's ``intermediate_size``. A TP group splits every expert (``split``), or gives each
-    GPU ``whole`` ones (expert parallelism).
+    GPU ``whole`` ones (expert parallelism). ``ranks``: so many TP groups, each with all weights of attention, share the experts
+    (attention in data parallel).
     """
 
     count: int = Field(gt=0)
@@ -33,6 +34,7 @@ class Experts(Spec):
     dense_layers: int = Field(default=0, ge=0)
     biases: bool = False
     spread: Literal["split", "whole"] = "split"
+    ranks: int = Field(default=1, gt=0)
 
 
 class Window(Spec):

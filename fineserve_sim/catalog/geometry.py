@@ -1,8 +1,8 @@
 """Bytes that a model occupies on each GPU of its TP group (systems.md 1.1).
 
 Linear layers and the vocabulary are split over the group; norms and routers are replicated. KV heads are split, and
-replicated once there are fewer of them than GPUs. Experts are split or spread (``architecture``). Embeddings, lm_head, norms
-and biases keep 16 bits in every precision.
+replicated once there are fewer of them than GPUs. Experts are split or spread (``architecture``), over the GPUs of all ranks
+of attention in data parallel. Embeddings, lm_head, norms and biases keep 16 bits in every precision.
 """
 
 from __future__ import annotations
@@ -75,9 +75,11 @@ def check_tp(model: ModelSpec, tp: int) -> None:
             f"MLP width {' and '.join(str(width) for width in widths if width)} must split evenly"
         )
     experts, linear = model.experts, model.linear
-    if experts and (experts.width if experts.spread == "split" else experts.count) % tp:
+    ranks = data_ranks(model)
+    if experts and (experts.width if experts.spread == "split" else experts.count) % (tp * ranks):
         what = f"experts {experts.width} wide" if experts.spread == "split" else f"{experts.count} whole experts"
-        raise CatalogError(f"model {model.name} cannot run at TP {tp}: {what} must split evenly")
+        where = f"TP {tp}" if ranks == 1 else f"TP {tp} in {ranks} data-parallel ranks"
+        raise CatalogError(f"model {model.name} cannot run at {where}: {what} must split evenly")
     if linear and (linear.key_heads % tp or linear.value_heads % tp):
         heads = f"{linear.key_heads} key heads and {linear.value_heads} value heads of linear attention"
         raise CatalogError(f"model {model.name} cannot run at TP {tp}: {heads} must split evenly")
@@ -153,7 +155,8 @@ def expert_work(model: ModelSpec, tp: int) -> ExpertWork | None:
     experts = model.experts
     if experts is None:
         return None
-    spread, split = (1, tp) if experts.spread == "split" else (tp, 1)
+    gpus = tp * experts.ranks
+    spread, split = (1, gpus) if experts.spread == "split" else (gpus, 1)
     layers = model.layers - experts.dense_layers
     matrices = 3 if model.gated_mlp else 2
     shape = (experts.count, experts.active, model.hidden_size, experts.width // split)
@@ -165,6 +168,20 @@ def with_experts(model: ModelSpec, spread: Literal["split", "whole"]) -> ModelSp
     if model.experts is None:
         raise CatalogError(f"model {model.name} has no experts to spread")
     return model.model_copy(update={"experts": model.experts.model_copy(update={"spread": spread})})
+
+
+def with_ranks(model: ModelSpec, ranks: int) -> ModelSpec:
+    """The model in so many data-parallel ranks, over whose GPUs its experts are. Raises CatalogError for a dense model."""
+    if model.experts is None:
+        raise CatalogError(
+            f"model {model.name} has no experts, so its replicas step apart; leave dp out and give it more GPUs"
+        )
+    return model.model_copy(update={"experts": model.experts.model_copy(update={"ranks": ranks})})
+
+
+def data_ranks(model: ModelSpec) -> int:
+    """TP groups that hold one copy of the model's experts together: 1 without attention in data parallel."""
+    return 1 if model.experts is None else model.experts.ranks
 
 
 def drafted(model: ModelSpec, tp: int) -> tuple[ModelSpec, int] | None:
@@ -338,7 +355,7 @@ def _layer_peak_bytes(model: ModelSpec, tp: int, tokens: int) -> int:
     ]
     each = max(widths) * tokens
     if work := expert_work(model, tp):
-        slots = min(tokens, EXPERT_CHUNK) * work.active
+        slots = min(tokens * data_ranks(model), EXPERT_CHUNK) * work.active
         each = max(each, slots * (work.matrices * work.width + work.hidden))
     return (tokens * 2 * model.hidden_size + each) * BYTES_16BIT
 

@@ -151,6 +151,8 @@ def why_whole(scenario: Scenario) -> str | None:
 
 
 def _why_one_piece(scenario: Scenario) -> str | None:
+    if any(served.ranks > 1 for served in scenario.models):
+        return "its data-parallel ranks step together"
     if scenario.log is not None:
         return "its decision log is one, in the order of events"
     return "its faults are for other systems" if scenario.faults else None

@@ -13,7 +13,7 @@ import numpy as np
 from fineserve_traces import Requests, Trace
 from numpy.typing import NDArray
 
-from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec
+from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec, data_ranks
 from fineserve_sim.cluster.offloading import KVOffloading
 from fineserve_sim.latency.cost import Source
 from fineserve_sim.policy.interfaces import Placement
@@ -44,6 +44,10 @@ class ServedModel:
     mean_prompt_tokens: float
     mean_output_tokens: float
     tpot_slo_s: float | None = None
+
+    @property
+    def ranks(self) -> int:
+        return data_ranks(self.model)  # TP groups in data parallel, which step together
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.groups import check_groups, compose_groups
 from fineserve_sim.cluster.compose.models import compose, compose_fleet
 from fineserve_sim.cluster.compose.place import Placed, place
+from fineserve_sim.cluster.compose.ranks import check_ranks
 from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.scenario import EndedRequests, RunResult, Scenario, ScenarioError, Timeline
 from fineserve_sim.systems.spec import ClairvoyantSpec
@@ -29,6 +30,7 @@ def simulate(scenario: Scenario) -> RunResult:
 
     Raises ScenarioError when system, models, cluster and faults do not fit together.
     """
+    check_ranks(scenario)
     if isinstance(scenario.system.scheduler, ClairvoyantSpec) and scenario.system.dispatch is None:
         return simulate_clairvoyant(scenario)
     if why_whole(scenario) is not None:
@@ -70,6 +72,7 @@ def simulate_step_by_step(scenario: Scenario) -> RunResult:
 def prepare(scenario: Scenario, placed: Placed | None = None, joined: Joined | None = None) -> Run:
     """A run before its first event; its requests and what became of them go through ``joined``, or are kept. ScenarioError as
     ``simulate``."""
+    check_ranks(scenario)
     if scenario.system.dispatch is not None:
         check_groups(scenario)
         build = compose_groups

@@ -109,7 +109,7 @@ def engines_of(
     Raises ValueError, ConfigError or ScenarioError in one line for a system or a placement that stock vLLM cannot be.
     """
     described = _scenario(experiment, system)
-    _check_drafts(experiment)
+    _check_models(experiment)
     placed = place(described, demands_of(described))
     if placed[0].unplaced:
         raise ValueError(f"system {described.system.name}: no room for {', '.join(placed[0].unplaced)}")
@@ -123,13 +123,18 @@ def engines_of(
     )
 
 
-def _check_drafts(experiment: Experiment) -> None:
-    """Raises ConfigError for a model with a draft, whose checkpoint the file does not name."""
+def _check_models(experiment: Experiment) -> None:
+    """Raises ConfigError for a model with a draft, whose checkpoint the file does not name, and for data-parallel ranks."""
     for index, model in enumerate(experiment.setup.models):
         if model.spec.speculation is not None:
             path = ("models", index, "speculative")
             raise experiment.document.error(
                 path, "the draft's checkpoint is not known; leave it out, and add vLLM's flag"
+            )
+        if model.entry.ranks > 1:
+            raise experiment.document.error(
+                ("models", index, "dp"),
+                "no engines are written for ranks; leave it out, and add vLLM's --data-parallel-size",
             )
 
 

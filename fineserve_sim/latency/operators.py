@@ -23,6 +23,7 @@ from fineserve_sim.catalog import (
     PrecisionSpec,
     StreamKernel,
     attention_layers,
+    data_ranks,
     expert_work,
     kv_heads_per_gpu,
     kv_layer_bytes,
@@ -35,7 +36,7 @@ from fineserve_sim.latency import experts
 from fineserve_sim.latency.attention import Attention, RooflineAttention
 from fineserve_sim.latency.cost import Cost, Floats, rate_code
 from fineserve_sim.latency.layered_attention import COPIES, Behind, Chosen, PerSequence, Summed, Windowed
-from fineserve_sim.latency.rates import Provenance, Rates
+from fineserve_sim.latency.rates import Provenance, Rates, resolve
 from fineserve_sim.latency.tables import PiecewiseLinear
 
 BYTES_16BIT = 2
@@ -44,6 +45,8 @@ NORM_REDUCE_BYTES = 2 * 4
 """A token's norms across heads are a 32-bit sum of squares of Q, and one of K."""
 SPARSE_HEADS = (64, 128)
 """Heads that FlashMLA's sparse kernel computes at least: on Hopper, and on Blackwell."""
+GROUP_COSTS = ("experts", "exchange")
+"""What depends on the tokens of all data-parallel ranks together."""
 LINEARS = ("qkv", "o", "gate_up", "down")
 """The matrix products of a layer, as ``linears`` names them."""
 
@@ -129,10 +132,11 @@ class AlignedExperts(Adjusted):
     work: ExpertWork
     kernel: GemmKernel
     rows_each: int
+    ranks: int = 1
 
     def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
         """As ``plain``, experts with padded rows."""
-        cost = experts.aligned(self.work, self.kernel, self.rows_each, tokens).times(self.work.layers)
+        cost = experts.aligned(self.work, self.kernel, self.rows_each, tokens * self.ranks).times(self.work.layers)
         return self.plain.by_tokens(tokens) | {"experts": cost}
 
 
@@ -147,7 +151,8 @@ class Operators:
     rates: Rates
 
     def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
-        """Costs over all layers of what every batch token passes through; attention is not among them."""
+        """Costs over all layers of what every batch token passes through; attention is not among them. With
+        data-parallel ranks each has so many tokens, and the experts have those of all (``GROUP_COSTS``)."""
         model, layers = self.model, self.model.layers
         costs = self._linears(tokens)
         costs |= self._elementwise(tokens)
@@ -159,7 +164,24 @@ class Operators:
             if model.norm_across_heads:
                 norms = self._all_reduce(self.rates.all_reduce, tokens, NORM_REDUCE_BYTES)
                 costs["norm_reduce"] = norms.times(layers)
-        return costs | self._experts(tokens)
+        return costs | self._experts(tokens) if self.ranks == 1 else costs | self._of_all_ranks(tokens * self.ranks)
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return data_ranks(self.model)
+
+    def _of_all_ranks(self, tokens: Floats) -> dict[str, Cost]:
+        """Experts on the tokens of all data-parallel ranks, and the exchange around them: hidden states are gathered from all
+        ranks, and outputs summed and scattered to them. Each moves half of what an all-reduce of as many bytes does."""
+        layers = mlp_layers(self.model)[-1].layers
+        return self._experts(tokens) | {"exchange": self._exchange(tokens / 2).times(2 * layers)}
+
+    def _exchange(self, tokens: Floats) -> Cost:
+        """One all-reduce of the hidden states of so many tokens among the ranks."""
+        kernel = resolve(self.gpu, self.precision, self.ranks).all_reduce
+        assert kernel is not None
+        return self._all_reduce(kernel, tokens, self.model.hidden_size * BYTES_16BIT, self.ranks)
 
     def by_sampled(self, rows: Floats) -> dict[str, Cost]:
         """Cost of the 16-bit lm_head over the rows that produce a token."""
@@ -186,7 +208,9 @@ class Operators:
 
     def provenance(self) -> list[Provenance]:
         """Every number behind these costs, with its source."""
-        return list(self.rates.provenance())
+        among = resolve(self.gpu, self.precision, self.ranks).provenance() if self.ranks > 1 else ()
+        exchange = [one for one in among if one.quantity.startswith("all_reduce.")]
+        return [*self.rates.provenance(), *(one._replace(quantity=f"exchange.{one.quantity}") for one in exchange)]
 
     def _attention_work(self, layers: int) -> tuple[GemmKernel, int, int, int]:
         """Kernel, layers, FLOPs of a query-key pair (4 a head dimension), KV bytes of a token."""
@@ -280,10 +304,11 @@ class Operators:
             costs["qk_norm"] = both._replace(seconds=both.seconds + rates.norm.launch_s.value).times(attending)
         return costs
 
-    def _all_reduce(self, kernel: StreamKernel, tokens: Floats, token_bytes: int) -> Cost:
-        """One ring all-reduce of so much a token: the link is busy, compute units and memory count as idle."""
-        message_bytes = tokens * token_bytes
-        link_s = message_bytes * (2 * (self.tp - 1) / self.tp) / kernel.bytes_per_s.value
+    def _all_reduce(self, kernel: StreamKernel, tokens: Floats, token_bytes: int, members: int = 0) -> Cost:
+        """One ring all-reduce of so much a token among ``members`` GPUs, by default the TP group: the link is busy, compute
+        units and memory count as idle."""
+        message_bytes, members = tokens * token_bytes, members or self.tp
+        link_s = message_bytes * (2 * (members - 1) / members) / kernel.bytes_per_s.value
         idle = np.zeros_like(tokens)
         source = np.full(tokens.shape, rate_code(kernel.bytes_per_s))
         return Cost(kernel.launch_s.value + link_s, idle, idle, source)

@@ -27,8 +27,9 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_sim.catalog import AttentionVariant, Deployment, GpuSpec, ModelSpec, PrecisionSpec, drafted
+from fineserve_sim.catalog import AttentionVariant, Deployment, GpuSpec, ModelSpec, PrecisionSpec, data_ranks, drafted
 from fineserve_sim.catalog import precision as precision_named
+from fineserve_sim.latency.ranks import RanksStepModel
 from fineserve_sim.latency.rates import Provenance
 from fineserve_sim.latency.sharing import Demand
 from fineserve_sim.latency.step import StepModel
@@ -55,8 +56,13 @@ def step_model_of(
     tables: TableSet | None = None,
     kernel: AttentionVariant | None = None,
 ) -> StepModel:
-    """The step times of a model, behind a draft model where it has one."""
-    kind = StepModel if model.speculation is None else SpeculativeStepModel
+    """The step times of a model, behind a draft model or in data-parallel ranks where it has them. Raises ValueError for
+    both."""
+    kind: type[StepModel] = StepModel if model.speculation is None else SpeculativeStepModel
+    if data_ranks(model) > 1:
+        if model.speculation is not None:
+            raise ValueError(f"model {model.name} has a draft model: data-parallel ranks (dp) have none yet")
+        kind = RanksStepModel
     return kind(model, precision, tp, gpu, deployment, tables, kernel)
 
 

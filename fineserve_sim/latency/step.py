@@ -22,7 +22,15 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_sim.catalog import AttentionVariant, Deployment, GpuSpec, ModelSpec, PrecisionSpec, expert_work
+from fineserve_sim.catalog import (
+    AttentionVariant,
+    Deployment,
+    GpuSpec,
+    ModelSpec,
+    PrecisionSpec,
+    data_ranks,
+    expert_work,
+)
 from fineserve_sim.latency.attention import Attention
 from fineserve_sim.latency.cost import Cost, Floats
 from fineserve_sim.latency.experts import LEAST_ALIGNED_OUTPUTS
@@ -39,7 +47,7 @@ INITIAL_ENTRIES: Final = 512
 SCALAR_STEPS: Final = 64  # below, a loop is faster than numpy's fixed cost
 
 
-class _Counts:
+class Counts:
     """Seconds, and busy seconds, of 0, 1, 2, ... rows as plain lists, grown on demand; row 0 costs nothing."""
 
     __slots__ = ("_costs", "compute_s", "memory_s", "seconds")
@@ -50,6 +58,12 @@ class _Counts:
         self.compute_s: list[float] = [0.0]
         self.memory_s: list[float] = [0.0]
         self.grow(INITIAL_ENTRIES)
+
+    def at(self, rows: int) -> float:
+        """Seconds of so many rows."""
+        if rows >= len(self.seconds):
+            self.grow(rows)
+        return self.seconds[rows]
 
     def grow(self, rows: int) -> None:
         """Extend the lists in place so that index ``rows`` exists."""
@@ -110,14 +124,14 @@ class StepModel:
             operators = FusedQuantisation(operators, fused.value, model.layers)
         work, rows_each = expert_work(model, tp), deployment.aligned_expert_rows
         if work and rows_each and precision.activation_bits == BITS_8 and 2 * work.width > LEAST_ALIGNED_OUTPUTS:
-            operators = AlignedExperts(operators, work, rates.gemm, rows_each)
+            operators = AlignedExperts(operators, work, rates.gemm, rows_each, data_ranks(model))
         plain = operators.attention
         self._price_by(operators, LegacyAttention(plain, kernel, model.q_heads / model.kv_heads) if kernel else plain)
 
     def _price_by(self, operators: OperatorCosts, attention: Attention) -> None:
         """Take all costs from here, and the host's from the deployment."""
         self.operators, self.attention = operators, attention
-        self._tokens, self._sampled = _Counts(operators.by_tokens), _Counts(operators.by_sampled)
+        self._tokens, self._sampled = Counts(operators.by_tokens), Counts(operators.by_sampled)
         self._tokens_s, self._sampled_s = self._tokens.seconds, self._sampled.seconds
         self._prefill_s, self._attention_floor_s = attention.prefill_s, attention.floor_s
         self._kv_s, self._pair_s = attention.kv_s, attention.pair_s

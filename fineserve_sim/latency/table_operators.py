@@ -146,7 +146,7 @@ class TableOperators(Operators):
 
     @property
     def _reduce(self) -> str:
-        return "all_reduce/bfloat16" if self.tp > 1 else "none"
+        return "all_reduce/bfloat16" if self.tp > 1 or self.ranks > 1 else "none"
 
     @cached_property
     def head(self) -> TabledLinear:
@@ -172,10 +172,18 @@ class TableOperators(Operators):
     @cached_property
     def reduce_line(self) -> Line | None:
         """Seconds of one all-reduce against message bytes; None at TP 1, or where this group was not measured."""
-        grid = self.tables.grids.get(self._reduce)
-        if grid is None or self.tp not in grid.axes["gpus"]:
+        return self._reduce_among(self.tp) if self.tp > 1 else None
+
+    @cached_property
+    def exchange_line(self) -> Line | None:
+        """As ``reduce_line``, among data-parallel ranks."""
+        return self._reduce_among(self.ranks)
+
+    def _reduce_among(self, gpus: int) -> Line | None:
+        grid = self.tables.grids.get("all_reduce/bfloat16")
+        if grid is None or gpus not in grid.axes["gpus"]:
             return None
-        seconds = grid.latency_s[int(np.flatnonzero(grid.axes["gpus"] == self.tp)[0])]
+        seconds = grid.latency_s[int(np.flatnonzero(grid.axes["gpus"] == gpus)[0])]
         measured = ~np.isnan(seconds)
         line = np.exp(isotonic(np.log(seconds[measured])))
         rate = self.reference.peer_bytes_per_s / self.gpu.peer_bytes_per_s
@@ -195,6 +203,14 @@ class TableOperators(Operators):
                 norms_s = layers * self.reduce_line.at(tokens * NORM_REDUCE_BYTES)
                 costs["norm_reduce"] = costs["norm_reduce"].with_seconds(norms_s, source)
         return costs
+
+    def _exchange(self, tokens: Floats) -> Cost:
+        cost, line = super()._exchange(tokens), self.exchange_line
+        if line is None:
+            return cost
+        message_bytes = tokens * (self.model.hidden_size * BYTES_16BIT)
+        source: Codes = np.where(message_bytes <= line.counts[-1], self._inside, self._beyond)
+        return cost.with_seconds(line.at(message_bytes), source)
 
     def by_sampled(self, rows: Floats) -> dict[str, Cost]:
         return {"lm_head": self.head.cost(super().by_sampled(rows)["lm_head"], rows, 1)}

@@ -40,6 +40,8 @@ def like(path: Path) -> Like:
             raise document.error(("models", index, "tp"), "auto; a plan needs a number of GPUs")
         if "speculative" in entry:
             raise document.error(("models", index, "speculative"), "a plan knows no draft models; leave it out")
+        if (entry.get("dp") or 1) != 1:
+            raise document.error(("models", index, "dp"), "a plan knows no data-parallel ranks; leave it out")
         models.append(ModelWish(entry["id"], entry["model"], ((entry["precision"], entry.get("tp", 1)),)))
     folder = path.resolve().parent / data.get("folder", "")
     return Like(tuple(models), gpu, {"folder": str(folder)} | {key: data[key] for key in KEPT if key in data})

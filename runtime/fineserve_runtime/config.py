@@ -317,6 +317,8 @@ def _check_engines(file: RuntimeFile) -> None:
             raise file.document.error(
                 ("models", index, "speculative"), "simulated only; real engines have no draft models"
             )
+        if model.entry.ranks > 1:
+            raise file.document.error(("models", index, "dp"), "simulated only; real engines step apart; leave it out")
     if section.backend == "cpu" and tokens % _CPU_BLOCK_TOKENS:
         said = f"{tokens}: vLLM's CPU backend takes multiples of {_CPU_BLOCK_TOKENS} tokens"
         raise file.document.error(("engine", "block_tokens"), said)

@@ -303,6 +303,11 @@ def test_every_profile_of_the_catalog_has_a_name_with_its_memory() -> None:
 DERIVED = ("ttft_s: 1", "ttft: {reference: {system: dedicated, load: isolated, quantile: 0.95}, scale: 20}")
 
 
+RANKS = (
+    ("model: qwen3-32b, precision: fp16, tp: 2", "model: qwen3-30b-a3b, precision: fp16, dp: 2"),
+    (f"base: fineserve, name: plan, placement: {{policy: pinned, groups: {PLACED}}}", "base: dedicated, name: plan"),
+)
+
 KINDS = (
     "{gpu: h100-sxm, count: 4, gpus_per_node: 2}",
     "{nodes: [{gpu: h100-sxm, count: 2}, {gpu: a100-80gb, count: 2}]}",
@@ -333,6 +338,7 @@ KINDS = (
             "vllm",
             "speculative: the draft's checkpoint is not known",
         ),
+        (RANKS, "vllm", "dp: no engines are written for ranks"),
     ],
 )
 def test_what_cannot_be_is_one_line(

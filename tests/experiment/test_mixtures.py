@@ -71,3 +71,33 @@ def test_the_answer_says_what_is_simplified() -> None:
     lines = list(simplified([("x", model("gpt-oss-20b")), ("y", model("gemma-3-27b")), ("z", model("deepseek-v3.2"))]))
     assert [line.split(":")[0] for line in lines] == ["x, z", "x, y", "y", "z"]
     assert any("sparse attention by roofline" in line for line in lines)
+
+
+SYSTEMS = 'systems: [fineserve, "prism*"]'
+MIXED = "{id: A, model: qwen3-30b-a3b, precision: fp16, share: 2, "
+
+
+def test_data_parallel_ranks_of_an_experiment(write_file: WriteFile) -> None:
+    entry = MIXED + "dp: 2, experts: whole}"
+    setup = load_experiment(write_file((DENSE, entry), (SYSTEMS, "systems: [dedicated]"))).setup
+    assert setup.models[0].spec.experts is not None and setup.models[0].spec.experts.ranks == 2
+
+
+@pytest.mark.parametrize(
+    ("entry", "systems", "text"),
+    [
+        ("{id: A, model: llama-3.1-8b, precision: fp8, dp: 2, share: 2}", "dedicated", "llama-3.1-8b has no experts"),
+        (MIXED + "dp: 3}", "dedicated", r"among 3 ranks was measured; known: 1, 2, 4, 8"),
+        (MIXED + "dp: 0}", "dedicated", "must be greater than or equal to 1, not 0"),
+        (MIXED + "tp: auto, dp: 2}", "dedicated", "needs a number for tp"),
+        (MIXED + "dp: 2, speculative: {tokens: 2, acceptance: 0.5}}", "dedicated", "not with speculative"),
+        (MIXED + "dp: 8}", "dedicated", "8 ranks at tp 1 take 8 GPUs of one node, which has 2; lower dp or tp"),
+        (MIXED + "dp: 2}", "fineserve", "dp takes placement dedicated or pinned, and system fineserve has"),
+        (MIXED + "dp: 2}", "prism", "system prism has residency"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_where_they_stand(
+    write_file: WriteFile, entry: str, systems: str, text: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"models\.0\.dp.*{text}"):
+        load_experiment(write_file((DENSE, entry), (SYSTEMS, f"systems: [{systems}]")))

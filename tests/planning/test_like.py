@@ -104,3 +104,13 @@ def test_what_a_plan_cannot_be_like(old: str, new: str, said: str, file: Path) -
     file.write_text(TEXT.replace(old, new), encoding="utf-8")
     with pytest.raises(ConfigError, match=said):
         like(file)
+
+
+def test_a_plan_is_like_no_file_with_ranks(tmp_path: Path) -> None:
+    file = tmp_path / "ranks.yaml"
+    models = "[{id: A, model: qwen3-30b-a3b, precision: fp16, dp: 2, rate_per_s: 1}]"
+    workload = "{lengths: {prompt_tokens: 96, output_tokens: 48}, requests: 100}"
+    rest = "slo: {ttft_s: 5.0}\nsystems: [dedicated]\ncluster: {gpu: h100-sxm, count: 2}\n"
+    file.write_text(f"fineserve: 1\ntitle: Ranks\nmodels: {models}\nworkload: {workload}\n{rest}", encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"models\.0\.dp: a plan knows no data-parallel ranks"):
+        like(file)

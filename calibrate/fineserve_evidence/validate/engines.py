@@ -14,8 +14,10 @@ import numpy as np
 
 from fineserve_evidence.validate.cases import Floats, Ints
 from fineserve_evidence.validate.front_end import Desk, FrontEnd
+from fineserve_sim.catalog import data_ranks
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import engine_kv
+from fineserve_sim.cluster.engine.ranks import Rank, Together
 from fineserve_sim.cluster.engine.seating import seated
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
@@ -78,7 +80,7 @@ class Times:
 
 
 class EngineRun:
-    """One run over ``instances``.
+    """One run over ``instances``. Data-parallel ranks, if they are any, are one group and there is nothing else.
 
     With ``shared_kv``, the engines of a GPU draw on one memory of all their bytes. ``sharing`` is the law of their pace, and
     ``sm_share`` the part of the SMs that each may take. With ``prefixes``, one a request, engines have pools of their own that
@@ -235,8 +237,12 @@ def _connect(
         Seat(index, str(i.model), i.step, kvs[index], limits[index], settings) for index, i in enumerate(instances)
     ]
     engines = [seated(seat, cluster) for seat in seats]
+    together = Together(clock)
     for engine, instance in zip(engines, instances, strict=True):
-        Spans(engine, wakeups[instance.gpu], shares_gpu=contention.contended(engine.index))
+        if data_ranks(instance.step.model) > 1:
+            Rank(engine, together)
+        else:
+            Spans(engine, wakeups[instance.gpu], shares_gpu=contention.contended(engine.index))
     cluster.connect(engines, domains_of(engines, [(i.gpu,) for i in instances], managers), scopes)
     return cluster
 

@@ -17,6 +17,7 @@ from fineserve_evidence.validate import (
     lmbench,
     many_models,
     open_loops,
+    servingsim,
     silicon,
 )
 from fineserve_evidence.validate.cases import MeasuredSet
@@ -65,12 +66,14 @@ LAYOUTS = (
         lambda frame, path, _: open_loops.read_residency(frame, path),
     ),
     Layout("GPUStack performance lab", gpustack.COLUMNS, lambda frame, path, _: gpustack.read_gpustack(frame, path)),
+    Layout("LLMServingSim bench", servingsim.COLUMNS, lambda frame, path, _: servingsim.read_servingsim(frame, path)),
     Layout("DistServe", open_loops.DISTSERVE_COLUMNS, lambda frame, path, _: open_loops.read_distserve(frame, path)),
 )
 
 
 def read_set(path: Path, make_step: StepFactory) -> MeasuredSet:
-    """Read the measured set in ``path``, a CSV (gzip'd or plain; ``.tsv``: with tabs) of one of the known layouts.
+    """Read the measured set in ``path``, a CSV (gzip'd or plain; ``.tsv``: with tabs; ``.jsonl``: a JSON object a line) of one
+    of the known layouts.
 
     Raises LayoutError for an unknown layout or an unreadable value.
     """

@@ -26,11 +26,14 @@ class LayoutError(ValueError):
 
 
 def read_columns(path: Path) -> pd.DataFrame:
-    """Read the file as a frame. Raises LayoutError when it is no readable CSV."""
+    """Read the file as a frame. Raises LayoutError when it is no readable CSV, or no JSON lines."""
     try:
+        if ".jsonl" in path.suffixes:
+            return pd.read_json(path, lines=True)
         return pd.read_csv(path, sep="\t" if path.suffix == ".tsv" else ",")
     except (OSError, ValueError, pd.errors.ParserError) as error:
-        raise LayoutError(f"{path}: not a readable CSV file ({error})") from error
+        kind = "file of JSON lines" if ".jsonl" in path.suffixes else "CSV file"
+        raise LayoutError(f"{path}: not a readable {kind} ({error})") from error
 
 
 def check_positive(frame: pd.DataFrame, columns: tuple[str, ...], path: Path, may_miss: tuple[str, ...] = ()) -> None:
@@ -58,7 +61,7 @@ _GPUS = {
     **dict.fromkeys(("h100", "h100_sxm", "nvidia h100 80gb hbm3"), "h100-sxm"),
     **dict.fromkeys(("h200", "h200_sxm"), "h200-sxm"),
     **dict.fromkeys(("a100", "a100_sxm"), "a100-80gb"),
-    **{"h100_pcie": "h100-pcie", "b200_sxm": "b200"},
+    **{"rtxpro6000": "rtx-pro-6000-server", "h100_pcie": "h100-pcie", "b200_sxm": "b200"},
 }
 _SUFFIXES = re.compile(
     r"-(instruct|chat|it|base|hf|bf16|fp16|fp8|fp8_kv8|dynamic|block|awq|gptq|int4|w4a16|w8a8|quantized|17b-\d+e|v\d\.\d|\d{4})(?=[-.]|$)"

@@ -28,7 +28,7 @@ from fineserve_sim.cluster.compose.models import compose
 from fineserve_sim.cluster.compose.profiling import busy_parts, operating_points, typical
 from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.scenario import EngineSettings, Gpu, Scenario, ServedModel
-from fineserve_sim.policy.interfaces import Instance, KindFacts, ModelDemand, Placement
+from fineserve_sim.policy.interfaces import Instance, KindFacts, ModelDemand, OperatingPoint, Placement
 from fineserve_sim.policy.placement.mme import mme_slope
 from fineserve_sim.systems import load_systems
 
@@ -65,10 +65,10 @@ def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, sl
         id=served.id,
         rate_per_s=served.rate_per_s,
         slo_s=served.ttft_slo_s,
-        tp=served.tp,
+        tp=served.tp * served.ranks,
         weight_bytes=resident_bytes(served, settings),
         token_bytes=geometry(served, settings).token_bytes,
-        profile=operating_points(typical(served), gpu, settings),
+        profile=_of_all_ranks(operating_points(typical(served), gpu, settings), served.ranks),
         mme_tokens_per_byte=_measured_mme(typical(served), gpu, settings) if slope else None,
         tokens_per_request=served.mean_prompt_tokens + served.mean_output_tokens,
         tpot_slo_s=served.tpot_slo_s,
@@ -76,6 +76,15 @@ def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, sl
         decode_tokens=served.mean_output_tokens,
         prefill=prefill,
         decode=decode,
+    )
+
+
+def _of_all_ranks(points: tuple[OperatingPoint, ...], ranks: int) -> tuple[OperatingPoint, ...]:
+    """The points of one data-parallel rank as those of all ranks, with equal batches."""
+    if ranks == 1:
+        return points
+    return tuple(
+        point._replace(batch=ranks * point.batch, throughput_per_s=ranks * point.throughput_per_s) for point in points
     )
 
 

@@ -37,6 +37,7 @@ from fineserve_sim.cluster.engine.links import Links
 from fineserve_sim.cluster.engine.lone import Lone
 from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.offload import offload
+from fineserve_sim.cluster.engine.ranks import Rank, Together
 from fineserve_sim.cluster.engine.seating import seated
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
 from fineserve_sim.cluster.engine.state import Seat
@@ -198,6 +199,7 @@ class Builder:
         # Engines that meet in one slice of a GPU take turns there; of exclusive GPUs each has one engine.
         self.contention = Contention({gpu: LAWS.get(mode, LAWS["time_slice"]) for gpu, mode in modes.items()})
         self._scenario = scenario
+        self._together: dict[str, Together] = {}  # by model, the group of its ranks that were built last
         self._gpus = {gpu.id: gpu for gpu in scenario.gpus}
         check_outside(scenario, self.placement.instances)
         self.tenants = tenants_on(scenario, self.placement.instances, demands)
@@ -240,12 +242,27 @@ class Builder:
         shares_gpu = self.contention.contended(seat.engine)
         engine = seated(seat, cluster)
         offload(engine, self.clock, cluster.log)
+        if (ranks := self.served[seat.model].ranks) > 1:
+            self._join_ranks(engine, ranks)
+            return engine
         waited_for = self._scenario.clients is not None
         if cluster.merging and isinstance(seat.kv, CountedBlocks) and alone and not shares_gpu and not waited_for:
             Lone(engine, wakeups)
         else:
             Spans(engine, wakeups, shares_gpu=shares_gpu)
         return engine
+
+    def _join_ranks(self, engine: Engine, ranks: int) -> None:
+        """The engine steps together with the other ranks of its group, which are built one after the other. Raises
+        ScenarioError where it shares a GPU."""
+        if self.contention.contended(engine.index):
+            raise ScenarioError(
+                f"model {engine.model}: data-parallel ranks (dp) share no GPU; give them whole GPUs of their own"
+            )
+        begun = self._together.get(engine.model)
+        if begun is None or begun.size == ranks:
+            begun = self._together[engine.model] = Together(self.clock)
+        Rank(engine, begun)
 
     def routes(self, seats: Sequence[Seat]) -> dict[str, list[Route]]:
         """Where the requests of each model go, among engines of the placement. An engine that can hold no sequence gets none

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from fineserve_sim.cluster.compose.memory import slots_of
 from fineserve_sim.cluster.compose.policies import build_placement
 from fineserve_sim.cluster.compose.profiling import sharing_of
+from fineserve_sim.cluster.compose.ranks import in_ranks
 from fineserve_sim.cluster.scenario import Scenario, ScenarioError
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Placement
 from fineserve_sim.policy.memory.ledger import MemoryLedger
@@ -29,7 +31,7 @@ def place(scenario: Scenario, demands: Mapping[str, ModelDemand]) -> Placed:
         raise ScenarioError(f"system {scenario.system.name}: {error}") from error
     _check_groups(slots, placement.instances)
     _check_exclusive(scenario, placement.instances)
-    return placement, demands
+    return replace(placement, instances=in_ranks(scenario, placement.instances)), demands
 
 
 def _check_fits_somewhere(demand: ModelDemand, slots: Sequence[GpuSlot]) -> None:

@@ -128,7 +128,11 @@ def domains_of(
     sharing: dict[int, tuple[int, ...]] = {}  # by the place of an engine, its GPUs
     for place, (engine, own) in enumerate(zip(engines, gpus_of, strict=True)):
         if isinstance(memories[own[0]], PrivatePools):
-            domains.append(PrivateDomain(engine, [memories[gpu] for gpu in own]))
+            own_memories = [memories[gpu] for gpu in own]
+            steps_apart = isinstance(engine.executor, Spans)  # else nothing is promised to it
+            domains.append(
+                PrivateDomain(engine, own_memories) if steps_apart else MemoryDomain((engine,), own_memories)
+            )
         else:
             sharing[place] = own
     for members in connected(sharing):

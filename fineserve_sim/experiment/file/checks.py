@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from fineserve_sim.cluster.compose.ranks import why_no_ranks
 from fineserve_sim.cluster.scenario import wrong_fault
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.axes import check_sweep
@@ -26,6 +27,7 @@ def check(document: Document, file: schema.ExperimentFile, setup: Setup) -> None
     check_pins(document, file, setup)
     _check_systems(document, file, setup)
     _check_offloading(document, file, setup)
+    _check_ranks(document, file, setup)
     _unique(document, "models", [model.id for model in file.models])
     _unique(document, "sweeps", [sweep.name for sweep in file.sweeps])
     _unique(document, "claims", [claim.id for claim in file.claims])
@@ -73,6 +75,15 @@ def _check_offloading(document: Document, file: schema.ExperimentFile, setup: Se
     if not any(isinstance(system.memory, PrivatePoolsSpec) and system.memory.prefix_cache for system in named):
         problem = "no system keeps prefixes on its GPUs; give one memory: {policy: private, prefix_cache: true}"
         raise document.error(path, problem)
+
+
+def _check_ranks(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
+    """Every system of the file can have the data-parallel ranks of its models."""
+    for index, model in enumerate(file.models):
+        for item in file.systems if model.ranks > 1 else ():
+            system = setup.systems[item if isinstance(item, str) else item.name]
+            if problem := why_no_ranks(system, setup.engine):
+                raise document.error(("models", index, "dp"), problem)
 
 
 def _check_faults(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:

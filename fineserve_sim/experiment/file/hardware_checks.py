@@ -37,6 +37,14 @@ def check_hardware(document: Document, setup: Setup) -> None:
             )
         if tp > node_gpus:
             raise document.error((*path, "tp"), f"must be at most the {node_gpus} GPUs{alike} of a node, not {tp}")
+        if (dp := model.entry.ranks) > 1 and all(spec.whole for spec in kinds):
+            problem = f"must be 1 in a cluster with MIG, whose slices form no group; not {dp}"
+            raise document.error((*path, "dp"), problem)
+        if tp * dp > node_gpus:
+            problem = (
+                f"{dp} ranks at tp {tp} take {tp * dp} GPUs of one node, which has {node_gpus}{alike}; lower dp or tp"
+            )
+            raise document.error((*path, "dp"), problem)
         weights = catalog.weight_bytes(model.spec, precision, tp)
         if weights >= usable_bytes:
             raise document.error(
@@ -75,7 +83,7 @@ def check_pins(document: Document, file: schema.ExperimentFile, setup: Setup) ->
         for name, groups in placement.groups.items():
             if name not in models:
                 raise document.error((*path, name), f"unknown model; {nearest(name, models)}")
-            tp = pinned_degree(setup, models[name], groups)
+            tp = pinned_degree(setup, models[name], groups) * models[name].entry.ranks
             for group in groups:
                 _check_group(document, (*path, name), group, tp, setup.gpus)
 

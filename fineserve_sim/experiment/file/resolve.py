@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from fineserve_sim import catalog
-from fineserve_sim.catalog import ModelSpec, PrecisionSpec
+from fineserve_sim.catalog import ModelSpec, PrecisionSpec, kernel_rates
 from fineserve_sim.cluster import EngineSettings, Fault, Gpu
 from fineserve_sim.cluster.compose.memory import SGLANG_CHUNK_TOKENS, static_fraction
 from fineserve_sim.cluster.offloading import KVOffloading
@@ -189,4 +189,20 @@ def _model(document: Document, index: int, entry: schema.Model, folder: Path) ->
         look_up(document, (*path, "precision"), lambda: catalog.check_checkpoint_precision(checkpoint, precision))
     if isinstance(entry.tp, int):
         look_up(document, (*path, "tp"), lambda tp=entry.tp: catalog.check_tp(spec, tp))  # type: ignore[misc]
+    if entry.ranks > 1:
+        spec = look_up(document, (*path, "dp"), lambda: _in_ranks(spec, entry))
     return ResolvedModel(entry, spec, precision)
+
+
+def _in_ranks(spec: ModelSpec, entry: schema.Model) -> ModelSpec:
+    """The model in data-parallel ranks. Raises ValueError where it has none, or its experts do not split over them."""
+    known = (1, *kernel_rates().all_reduce)
+    if entry.ranks not in known:
+        raise ValueError(f"no exchange among {entry.ranks} ranks was measured; known: {', '.join(map(str, known))}")
+    if not isinstance(entry.tp, int):
+        raise ValueError(f"needs a number for tp, not {entry.tp}")
+    if spec.speculation is not None:
+        raise ValueError("not with speculative: ranks have no draft model yet; leave one of them out")
+    ranked = catalog.with_ranks(spec, entry.ranks)
+    catalog.check_tp(ranked, entry.tp)
+    return ranked

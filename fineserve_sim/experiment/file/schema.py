@@ -221,7 +221,8 @@ class Model(Strict):
     """One served model and its load: a share of the load's total rate, a rate of its own, phases, or clients. Clients wait for
     their answers, and think for ``think_s`` before they ask again. ``tp: auto``: the degree that carries its rate within its
     TTFT limit, of those that hold it. ``precision: checkpoint``: that in which the model is published. ``experts``: each split
-    over the TP group, or whole ones spread over it."""
+    over the TP group, or whole ones spread over it. ``dp``: so many TP groups step together as ranks of attention in data
+    parallel, and the experts are over the GPUs of all."""
 
     id: ModelId
     model: Annotated[
@@ -230,6 +231,7 @@ class Model(Strict):
     ]
     precision: str
     tp: Degree = 1
+    dp: Count | None = None
     experts: Literal["split", "whole"] | None = None
     speculative: Speculative | None = None
     share: Positive | None = None
@@ -238,6 +240,11 @@ class Model(Strict):
     clients: Count | None = None
     think_s: NonNegative | None = None
     ttft_slo_s: Positive | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Data-parallel ranks."""
+        return self.dp or 1
 
 
 class Poisson(Strict):

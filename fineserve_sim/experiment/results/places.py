@@ -120,17 +120,18 @@ class Places:
 
     def _why(self, model: str) -> str:
         need, gpus = self.fixed_bytes(model), len(self.usable_bytes)
-        if self._apart is not None and (own := sum(served.tp for served in self.served.values())) > gpus:
+        if self._apart is not None and (own := sum(served.tp * served.ranks for served in self.served.values())) > gpus:
             count = len(self.served)
             return f"{self._apart.title} shares no GPU: the {count} models need {own} of their own, there are {gpus}"
-        everything = sum(self.fixed_bytes(name) * served.tp for name, served in self.served.items())
+        everything = sum(self.fixed_bytes(name) * served.tp * served.ranks for name, served in self.served.items())
         if everything > sum(self.usable_bytes):
             return (
                 f"one instance of each of the {len(self.served)} models needs {_gib(everything)}, "
                 f"{gpus} GPU{'s have' if gpus > 1 else ' has'} {_gib(sum(self.usable_bytes))}"
             )
         most = max(self.left_bytes)
-        needs = f"it needs {_gib(need)}" + (f" on each of {self.served[model].tp} GPUs" * (self.served[model].tp > 1))
+        together = self.served[model].tp * self.served[model].ranks
+        needs = f"it needs {_gib(need)}" + f" on each of {together} GPUs" * (together > 1)
         copies = Counter(instance["model"] for instance in self.instances)
         several = ", ".join(f"{count} of {name}" for name, count in copies.items() if count > 1)
         after = f" after the placement's {several}" if several else ""

@@ -68,7 +68,9 @@ def reach_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, memory
 
 
 def step_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, memory: MemorySpec) -> StepModel | None:
-    """The step times of an engine; None where none are known."""
+    """The step times of an engine; None where none are known, and for a data-parallel rank, which the others hold up."""
+    if served.ranks > 1:
+        return None
     try:
         return step_model(served, gpu, settings, legacy_kernel(memory))
     except (ScenarioError, ValueError):

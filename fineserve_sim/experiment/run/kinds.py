@@ -18,7 +18,11 @@ def own_gpus(setup: Setup, model: ServedModel) -> tuple[Gpu, ...]:
     if len(kinds_of(gpus)) == 1:
         return gpus
     ledger = MemoryLedger.of(slots := slots_on(gpus, engine))
-    groups = [group for group in tp_groups(slots, model.tp) if ledger.has_room(group, fixed_bytes(model, engine))]
+    groups = [
+        group
+        for group in tp_groups(slots, model.tp * model.ranks)
+        if ledger.has_room(group, fixed_bytes(model, engine))
+    ]
     if not groups:
         return gpus
     spec_of = {gpu.id: gpu.spec for gpu in gpus}

@@ -105,7 +105,7 @@ def _reference_gpus(run: Run, model: ServedModel) -> tuple[Gpu, ...]:
     """What the one model of a reference run is on: where it is pinned the GPUs of the cluster, else those of its own kind."""
     pinned = isinstance(run.setup.systems[run.system].placement, PinnedPlacementSpec)
     gpus = run.setup.gpus if pinned else own_gpus(run.setup, model)
-    return gpus[: model.tp] if run.alone else gpus
+    return gpus[: model.tp * model.ranks] if run.alone else gpus
 
 
 def _served(run: Run, rates: Mapping[str, float]) -> tuple[ServedModel, ...]:

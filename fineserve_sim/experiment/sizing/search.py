@@ -182,7 +182,9 @@ def least_gpus(setup: Setup, system: str, slack: float) -> int:
     rates = base_rates(setup, load)
     needed = [name for name, rate in rates.items() if rate > 1.5 * slack * sum(rates.values())]
     places = Places(setup, {"instances": [], "unplaced": []})
-    weights_bytes = sum(places.fixed_bytes(name) * places.served[name].tp for name in needed)
+    weights_bytes = sum(
+        places.fixed_bytes(name) * places.served[name].tp * places.served[name].ranks for name in needed
+    )
     return max(1, -(-weights_bytes // places.usable_bytes[0]))
 
 
