@@ -221,6 +221,16 @@ def test_what_is_simulated_alone_is_refused(tmp_path: Path) -> None:
         load_file(file)
 
 
+def test_ranks_that_step_together_are_refused(tmp_path: Path) -> None:
+    file = write_file(tmp_path)
+    text = file.read_text(encoding="utf-8").replace("count: 1", "count: 3", 1)
+    experts = "model: qwen3-30b-a3b, dp: 2, experts: whole"
+    text = text.replace("memory_gib: 4", "memory_gib: 80").replace("model: {config: bf16/config.json}", experts)
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError, match=r"models\.0\.dp: simulated only"):
+        load_file(file, [("systems", "[dedicated]")])
+
+
 def test_a_server_wants_an_absolute_slo_and_a_system_of_the_file(tmp_path: Path) -> None:
     file = write_file(tmp_path)
     with pytest.raises(ConfigError, match='unknown system "static"; did you mean "static\\*"'):
