@@ -151,8 +151,8 @@ class Operators:
     rates: Rates
 
     def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
-        """Costs over all layers of what every batch token passes through; attention is not among them. With
-        data-parallel ranks each has so many tokens, and the experts have those of all (``GROUP_COSTS``)."""
+        """Costs over all layers of what every batch token passes through; attention is not among them. Each data-parallel
+        rank has ``tokens`` tokens. The experts compute the tokens of all ranks (``GROUP_COSTS``)."""
         model, layers = self.model, self.model.layers
         costs = self._linears(tokens)
         costs |= self._elementwise(tokens)

@@ -58,10 +58,11 @@ class RanksStepModel(StepModel):
         """Seconds of one rank that waits for no other, with ``shared_s`` in the layers' experts."""
         decodes, decode_context, prefill_tokens, prefill_pairs, prefill_context, sampled = batch
         host_s = self.overhead_s + sampled * self.sequence_s
-        attention_s = self._decode_curve(decodes).at(decode_context + decodes) if decodes else 0.0
+        attention_s, prefill_s = self.attention_s(
+            decodes, decode_context, prefill_tokens, prefill_pairs, prefill_context
+        )
         if prefill_tokens:
-            attention_s = max(attention_s, self._attention_floor_s)
-            attention_s += self._prefill_s(prefill_tokens, prefill_pairs, prefill_context)
+            attention_s = max(attention_s, self._attention_floor_s) + prefill_s
             host_s += self.prompt_s
         device_s = self._own.at(decodes + prefill_tokens) + shared_s + self._sampled.at(sampled) + attention_s
         return host_s + max(device_s, self.floor_s)

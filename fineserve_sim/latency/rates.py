@@ -114,7 +114,7 @@ def _weight_only(kernel: GemmKernel) -> GemmKernel:
 def _marlin_peaks(
     precision: PrecisionSpec, peaks: tuple[float, float], gpu_spec: GpuSpec, reference: GpuSpec
 ) -> tuple[float, float]:
-    """The peaks of a kernel on both GPUs: Marlin's, for 4-bit weights in 16-bit products, are those of mma.sync."""
+    """The peaks of a kernel on both GPUs. Marlin (4-bit weights in 16-bit products) reaches the peaks of mma.sync."""
     if (precision.weight_bits, precision.activation_bits) != (4, 16) or precision.name.endswith("Triton"):
         return peaks
     return gpu_spec.mma_part * peaks[0], reference.mma_part * peaks[1]

@@ -228,7 +228,7 @@ class TableOperators(Operators):
 
     @cached_property
     def _expert_tables(self) -> ExpertTables:
-        """The own tables; where these lack a kernel of 4-bit weights, those of the GPU with the nearest shape."""
+        """The GPU's own tables. If they lack a kernel of 4-bit weights, the tables of the GPU that has the nearest shape."""
         own, work = ExpertTables(self.layer_tables, self.reference), expert_work(self.model, self.tp)
         if work is None or self.precision.weight_bits != BITS_4 or own.narrow(self.precision):
             return own

@@ -39,7 +39,7 @@ def profiled(folder: Path, gpu: str, name: str, run: str) -> dict[str, pd.DataFr
 
 
 class ProfiledRanks(RanksStepModel):
-    """Ranks of GPUs with these ``tables``; host time and all else are those of the catalog."""
+    """Ranks on GPUs with these ``tables``. The catalog gives host times and everything else."""
 
     def __init__(
         self,

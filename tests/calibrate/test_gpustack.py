@@ -178,3 +178,7 @@ def test_the_pages_as_fidelity_says() -> None:
     assert (len(rows), missed) == (141, 22)
     assert whole_median(rows, 0) == pytest.approx(0.129, abs=0.002)
     assert whole_median(rows, missed) == pytest.approx(0.147, abs=0.002)
+    for other, median in zip(found.sensitivities[:2], (0.164, 0.173), strict=True):
+        cases = tuple(map(other.change, found.cases))
+        moved = whole_rows(predict_set(replace(found, cases=cases), make_step))
+        assert whole_median(moved, missed) == pytest.approx(median, abs=0.002), other.name

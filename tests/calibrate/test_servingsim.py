@@ -104,7 +104,7 @@ def test_a_broken_file_says_what_it_should_be(tmp_path: Path) -> None:
 @pytest.mark.skipif(not BENCH.is_dir(), reason="the shared/ folder with the measured sets is absent")
 def test_ranks_take_as_long_as_measured_where_operators_are_known() -> None:
     """Qwen3-30B-A3B in two ranks, experts over both. With operators and link of the machine itself, means are within 3 %
-    (TPOT), 4 % (end to end) and 10 % (TTFT); with our tables and the link of another machine, within 25 % (TPOT)."""
+    (TPOT), 4 % (end to end) and 10 % (TTFT); with our tables and the link of another machine TPOT is 21 % too short."""
     tables = profiled(BENCH, "RTXPRO6000", MIXTURE, RUN)
     off = {}
     for name, make_step in (("own", partial(ProfiledRanks, tables)), ("ours", by_tables)):
@@ -117,4 +117,5 @@ def test_ranks_take_as_long_as_measured_where_operators_are_known() -> None:
         off[name] = [np.nanmean(predicted) / np.nanmean(real) - 1 for predicted, real in pairs]
     tpot, ttft, e2e = off["own"]
     assert abs(tpot) < 0.03 and abs(e2e) < 0.04 and abs(ttft) < 0.10, off
-    assert abs(off["ours"][0]) < 0.25, off
+    assert off["own"] == pytest.approx([-0.015, -0.067, -0.016], abs=0.001)  # docs/experiments.md
+    assert off["ours"][0] == pytest.approx(-0.21, abs=0.005)

@@ -114,7 +114,7 @@ def whole_rows(predictions: Iterable[Predicted]) -> list[WholeRow]:
 
 
 def whole_median(rows: Sequence[WholeRow], missed: int) -> float:
-    """The median absolute error of runs, those that cannot be predicted included as infinitely wrong."""
+    """The median absolute error of runs. A run that cannot be predicted counts as infinitely wrong."""
     sizes = [np.inf if row.error is None else abs(row.error) for row in rows]
     return float(np.median([*sizes, *[np.inf] * missed]))
 

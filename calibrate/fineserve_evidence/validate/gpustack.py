@@ -96,7 +96,7 @@ def read_gpustack(frame: pd.DataFrame, path: Path) -> MeasuredSet:
         unsupported,
         assumptions=(
             f"{others} rows of other engines and GPUs are left out",
-            "settings that no command names: those of `vllm serve` by default; vLLM steps one ahead from 0.14 on",
+            "a setting that the command does not name has the default of `vllm serve`; vLLM steps one ahead from 0.14 on",
             "memory as these versions took it: CUDA graphs beside the KV memory; 0.11 samples by FlashInfer",
             "lengths of ShareGPT: its first turns, scaled to the row's tokens; else the row's means; chat templates added",
             f"{FRONT_END_S * 1e3:g} ms before the engine, as in LMBench; a burst passes one by one, but for gpt-oss",

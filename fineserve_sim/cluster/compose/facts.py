@@ -80,7 +80,7 @@ def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, sl
 
 
 def _of_all_ranks(points: tuple[OperatingPoint, ...], ranks: int) -> tuple[OperatingPoint, ...]:
-    """The points of one data-parallel rank as those of all ranks, with equal batches."""
+    """Turn the operating points of one data-parallel rank into points of the group, in which all ranks have equal batches."""
     if ranks == 1:
         return points
     return tuple(

@@ -59,7 +59,7 @@ class Together:
 
 
 class Rank(Executor):
-    """One engine of ``together``. Its step times are those of the group."""
+    """One engine of ``together``. Its step takes as long as the step of the group."""
 
     def __init__(self, engine: Engine, together: Together) -> None:
         super().__init__(engine)
