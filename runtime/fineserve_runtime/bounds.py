@@ -51,7 +51,7 @@ class Deadlines:
         limit or missed it: it only must not wait for longer than anybody may."""
         if not self._by_deadline:
             return job.arrival_s
-        begin_s, limit_s = (job.queued_s, self._bounds.queued_s) if job.generated else (job.arrival_s, job.slo_s)
+        begin_s, limit_s = (job.queued_s, self._bounds.queued_s) if job.generated else (job.due_from_s, job.slo_s)
         return begin_s + limit_s - self._slo_s[job.model]
 
     def missed(self, job: Job, reason: str) -> End:
@@ -61,7 +61,7 @@ class Deadlines:
     def overdue(self, job: Job, now: float, *, unled: bool) -> End | None:
         """How a late request ends, if it does. Local schedulers look after deadlines, but not of those who have no engine
         (``unled``)."""
-        if unled and self._drops_late and job.first_token_s is None and now - job.arrival_s > job.slo_s:
+        if unled and self._drops_late and job.first_token_s is None and now - job.due_from_s > job.slo_s:
             return End("refused", "deadline", f"no engine served model {job.model} in time", 1.0)
         return self._bounds.overdue(job, now)
 

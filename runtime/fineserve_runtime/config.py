@@ -16,14 +16,17 @@ import os
 import ssl
 from collections.abc import Sequence
 from dataclasses import dataclass
+from mmap import PAGESIZE
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError
 
-from fineserve_runtime.engines.api import EngineConfig
+from fineserve_runtime.engines.api import EngineConfig, Paging
 from fineserve_runtime.engines.model_files import kv_geometry, read_config
 from fineserve_runtime.formats import check_format, longest_context, parser_names
+from fineserve_runtime.jobs import Handover
+from fineserve_runtime.memories import in_memory, paging
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.step_times import read_table
 from fineserve_runtime.tracing import missing
@@ -33,7 +36,7 @@ from fineserve_sim.experiment.file.messages import as_config_error
 from fineserve_sim.experiment.file.plan import Experiment, build
 from fineserve_sim.experiment.file.schema import Strict
 from fineserve_sim.experiment.file.values import Count, Positive
-from fineserve_sim.systems.spec import SystemSpec
+from fineserve_sim.systems.spec import ContiguousSpec, MemorySpec, SystemSpec
 
 _CPU_BLOCK_TOKENS = 32
 
@@ -95,7 +98,9 @@ class RuntimeSection(Strict):
     variable that holds the API key; ``api_keys``: several, with limits of their own; ``admin_key_env``: that of operators,
     without which there is no admin API. A model has at most ``queued_requests`` without a first token, none for longer than
     ``queued_s``. No request lasts longer than ``request_s``. An engine without a sign of life for ``silent_s`` is ended.
-    SIGTERM gives ``drain_s``. ``tracing``: a span of OpenTelemetry's a request."""
+    SIGTERM gives ``drain_s``. ``handover``: when layers are dropped, requests take their KV along, or it is computed
+    again. ``tracing``: a span of OpenTelemetry's a request. ``twin_s``: so long requests are kept for questions to the twin.
+    ``twin_error``: the relative error of the simulator beyond which an alarm is told."""
 
     backend: Literal["cpu", "cuda"] = "cpu"
     mode: Literal["in_process", "processes"] | None = None
@@ -119,7 +124,10 @@ class RuntimeSection(Strict):
     silent_s: Positive = 60.0
     drain_s: Positive = 30.0
     decisions: str | None = None
+    handover: Handover = "exchange"
     tracing: bool = False
+    twin_s: Positive = 600.0
+    twin_error: Positive = 0.15
 
     @property
     def ray_address(self) -> str | None:
@@ -235,13 +243,69 @@ def _pipelines_problem(file: RuntimeFile, system: SystemSpec) -> str | None:
     """What is wrong with a system that makes pipelines of instances."""
     if system.execution is None:
         return None
-    if system.execution.microbatches != "token_count":
-        return f"microbatches {system.execution.microbatches} are simulated only; take token_count"
     (model,), section = file.experiment.setup.models, file.section
     if model.entry.tp != 1 or section.models[model.id].stages != 1:
         return "its pipelines are made of instances on one device each (tp: 1, stages: 1)"
     found = read_config(file.folder / section.models[model.id].path)
     return _on_devices_problem(section, model.id, system.execution.stages, system.execution.stages, found)
+
+
+def _copies_problem(file: RuntimeFile, system: SystemSpec) -> str | None:
+    """What is wrong with a system that copies the KV of sequences between engines, or to host memory."""
+    if system.migration is None and system.memory.policy != "swap":
+        return None
+    if file.section.backend == "cuda" or file.section.cluster is not None:
+        return "KV is copied between engines of this machine's CPUs alone (docs/runtime.md)"
+    if any(files.stages > 1 for files in file.section.models.values()):
+        return "KV is not copied out of pipelines (stages: 1)"
+    return None
+
+
+def _drops_problem(file: RuntimeFile, system: SystemSpec) -> str | None:
+    """What is wrong with a system whose instances drop layers."""
+    if system.drop is None:
+        return None
+    setup, section = file.experiment.setup, file.section
+    (model,) = setup.models
+    if len(setup.gpus) != 2 or model.entry.tp != 1 or section.models[model.id].stages != 1:
+        return "real engines drop layers in pairs: two devices, tp: 1, stages: 1"
+    found = read_config(file.folder / section.models[model.id].path)
+    return _on_devices_problem(section, model.id, 2, 2, found)
+
+
+def _memory_problem(file: RuntimeFile, system: SystemSpec) -> str | None:
+    """What is wrong with a system whose KV memory is no slab's."""
+    memory = system.memory
+    if isinstance(memory, ContiguousSpec):
+        cached = [name for name, files in file.section.models.items() if files.prefix_caching]
+        return f"memory contiguous keeps no prefixes; leave prefix_caching of {cached[0]} out" if cached else None
+    pages = paging(memory)
+    said = None if pages is None else _paging_problem(file, system, pages)
+    return said or _rows_problem(file, memory)
+
+
+def _paging_problem(file: RuntimeFile, system: SystemSpec, pages: Paging) -> str | None:
+    """What is wrong with memory that is mapped page by page."""
+    name = f"memory {system.memory.policy}"
+    if file.section.backend == "cuda":
+        return f"{name} is served by backend cpu; with cuda take kv_slab or private"
+    if pages.slab_bytes % PAGESIZE:
+        return f"{name}: {pages.slab_bytes} bytes are no multiple of the {PAGESIZE} of the system's pages"
+    if system.execution is not None or any(model.entry.tp != 1 for model in file.experiment.setup.models):
+        return f"{name} is served for models on one device each (tp: 1, no pipelines)"
+    return None
+
+
+def _rows_problem(file: RuntimeFile, memory: MemorySpec) -> str | None:
+    """What is wrong with the chunks of the memory for one of the models."""
+    for name, files in file.section.models.items():
+        tokens = file.experiment.setup.engine.block_tokens
+        engine = EngineConfig(name, Path(), files.dtype, None, files.kv_cache_dtype, tokens)
+        try:
+            in_memory(engine, memory, file.folder / files.path)
+        except ValueError as problem:
+            return str(problem)
+    return None
 
 
 def _check_access(file: RuntimeFile) -> None:
@@ -339,15 +403,18 @@ def _check_system(file: RuntimeFile, name: str) -> None:
         return
     system = file.experiment.setup.systems[name]
     place = ("systems", own.index(name))
-    for axis in ("drop", "migration", "scaling", "roles"):
+    for axis in ("scaling", "roles"):
         if getattr(system, axis) is not None:
             raise file.document.error(place, f"{name}: real engines have no {axis} axis yet (docs/runtime.md)")
     if (said := _pipelines_problem(file, system)) is not None:
         raise file.document.error(place, f"{name}: {said}")
-    if system.memory.policy not in ("kv_slab", "private"):
-        raise file.document.error(
-            place, f"{name}: memory {system.memory.policy} is simulated only; take kv_slab or private"
-        )
+    if (
+        said := _memory_problem(file, system) or _copies_problem(file, system) or _drops_problem(file, system)
+    ) is not None:
+        raise file.document.error(place, f"{name}: {said}")
+    if system.drop is not None and not file.section.weights_in_region:
+        problem = f"{name} drops layers: set it to true, so that their memory becomes KV"
+        raise file.error("weights_in_region", problem)
     if system.scheduler.policy == "clairvoyant":
         raise file.document.error(place, f"{name}: a bound, not a scheduler; real engines do not know what comes")
     if system.residency is not None and any(model.entry.tp != 1 for model in file.experiment.setup.models):

@@ -8,12 +8,14 @@ the log's commands.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, get_args
 
 from pydantic import BaseModel, ConfigDict
 
 from fineserve_runtime.step_times import MeasuredStep, StepTimes
 from fineserve_sim.cluster.compose.policies import EngineFactsheet, build_residency, build_schedulers
+from fineserve_sim.latency.profile import profile_of
 from fineserve_sim.policy import events
 from fineserve_sim.policy.commands import Command
 from fineserve_sim.policy.controller import Controller
@@ -21,9 +23,17 @@ from fineserve_sim.policy.fleet.controller import FleetController
 from fineserve_sim.policy.fleet.roster import EngineBinding, FleetModel
 from fineserve_sim.policy.fleet.views import FleetView, ResidencyPolicy, Start, Status
 from fineserve_sim.policy.groups.controller import GroupController, GroupModel
-from fineserve_sim.policy.groups.dispatch import Phase, dispatcher
-from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand
-from fineserve_sim.systems.spec import DispatchSpec, PlacementSpec, ResidencySpec, SchedulerSpec
+from fineserve_sim.policy.groups.dispatch import LlumnixMigration, Phase, dispatcher
+from fineserve_sim.policy.groups.drop_plan import KunServeDrop
+from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand, OperatingPoint
+from fineserve_sim.systems.spec import (
+    DispatchSpec,
+    KunServeDropSpec,
+    LlumnixMigrationSpec,
+    PlacementSpec,
+    ResidencySpec,
+    SchedulerSpec,
+)
 
 
 class StepMeasured(NamedTuple):
@@ -39,9 +49,19 @@ class _Facts(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
+class LoadFacts(_Facts):
+    """The load that a file expects of a model, for which it is profiled: mean lengths, and the most requests in a batch."""
+
+    prompt_tokens: float
+    output_tokens: float
+    max_sequences: int
+    tpot_slo_s: float | None = None
+
+
 class ModelFacts(_Facts):
     """A model as the core knows it, on ``tp`` devices. ``weight_bytes`` is what an engine takes beside KV on each of them,
-    ``token_bytes`` KV of one token; ``measured``: steps timed before it served anybody."""
+    ``token_bytes`` KV of one token; ``measured``: steps timed before it served anybody. ``load`` None: nothing is known of
+    its requests, so that it has no profile."""
 
     id: str
     rate_per_s: float
@@ -52,6 +72,7 @@ class ModelFacts(_Facts):
     max_tokens: int
     block_tokens: int
     measured: tuple[MeasuredStep, ...]
+    load: LoadFacts | None = None
 
 
 class ModelAdded(NamedTuple):
@@ -88,15 +109,30 @@ class Stay(_Facts):
     gpus: tuple[int, ...]
 
 
+class LayerFacts(_Facts):
+    """What KunServe's memory manager knows of instances that drop layers: the weights of one copy of the ``layers``, a KV block
+    of the whole model, the KV memory of an instance with all weights, and what a pipeline of two can hold."""
+
+    layers: int
+    copy_bytes: int
+    block_bytes: int
+    base_bytes: int
+    pair_tokens: int
+
+
 class CoreSpec(_Facts):
     """All that determines a core, as JSON-able data. Engines are 0, 1, ... in the order of ``stays``. Without ``residency``
     they stay, and one that dies is started again; how soon is the driver's business. With ``dispatch`` they are instances of
-    the one model, whose requests wait in the engines' own queues."""
+    the one model, whose requests wait in the engines' own queues; with ``migration`` they move between them. With
+    ``drop`` two engines become a pipeline and two again, by what ``layers`` says."""
 
     placement: PlacementSpec
     scheduler: SchedulerSpec
     residency: ResidencySpec | None = None
     dispatch: DispatchSpec | None = None
+    migration: LlumnixMigrationSpec | None = None
+    drop: KunServeDropSpec | None = None
+    layers: LayerFacts | None = None
     token_budget: int
     shares_memory: bool
     gpus: tuple[GpuFacts, ...]
@@ -133,7 +169,7 @@ class Core:
     def _fleet_controller(self, instances: Sequence[Instance]) -> FleetController:
         spec = self._spec
         return FleetController(
-            {model.id: _fleet_model(model) for model in spec.models},
+            {model.id: self._fleet_model(model) for model in spec.models},
             self._slots,
             instances,
             self._residency(),
@@ -158,7 +194,7 @@ class Core:
         self._step_times[facts.id] = StepTimes(self._spec.token_budget, facts.measured)
         if gpu is not None:
             self._seats.append((facts.id, (gpu,)))
-        fleet.add_model(facts.id, _fleet_model(facts), self._residency())
+        fleet.add_model(facts.id, self._fleet_model(facts), self._residency())
 
     def _remove(self, model: str) -> None:
         fleet = self._known_fleet()
@@ -179,8 +215,24 @@ class Core:
         spec = self._spec
         if spec.residency is None:
             return KeepResident(self._seats)
-        demands = {id: _demand(model) for id, model in self._models.items()}
+        demands = {id: self._demand(model) for id, model in self._models.items()}
         return build_residency(spec.residency, spec.placement, demands, self._slots)
+
+    def _fleet_model(self, model: ModelFacts) -> FleetModel:
+        return FleetModel(self._demand(model), model.max_tokens)
+
+    def _demand(self, model: ModelFacts) -> ModelDemand:
+        """What residency knows of a model, with a profile from the steps that were measured."""
+        known = ModelDemand(model.id, model.rate_per_s, model.slo_s, model.tp, model.weight_bytes, model.token_bytes)
+        if (load := model.load) is None:
+            return known
+        return replace(
+            known,
+            profile=measured_profile(model, load, self._step_times[model.id], self._spec.token_budget),
+            tokens_per_request=load.prompt_tokens + load.output_tokens,
+            tpot_slo_s=load.tpot_slo_s,
+            decode_tokens=load.output_tokens,
+        )
 
     def _schedulers(self, engines: Sequence[EngineBinding]) -> Mapping[tuple[int, ...], LocalScheduler | None]:
         return build_schedulers(self._spec.scheduler, [self._factsheet(binding) for binding in engines])
@@ -217,6 +269,8 @@ class KeepResident:
 _STATUS: Mapping[Phase | None, Status] = {
     Phase.LOADING: Status.LOADING,
     Phase.SERVING: Status.RESIDENT,
+    Phase.RESTORING: Status.RESIDENT,
+    Phase.CHANGING: Status.LOADING,
     Phase.DRAINING: Status.DRAINING,
 }
 
@@ -225,22 +279,55 @@ def _group_controller(spec: CoreSpec) -> GroupController:
     """Each stay is an instance that serves alone. Raises ValueError for more than one model."""
     if len(spec.models) != 1 or spec.dispatch is None:
         raise ValueError(f"a system with dispatch serves one model; here are {len(spec.models)}")
-    (model,) = spec.models
+    (model,), layers = spec.models, spec.layers
+
+    def holds_tokens(instances: tuple[int, ...]) -> int:
+        return layers.pair_tokens if layers and len(instances) > 1 else model.max_tokens
+
     return GroupController(
-        GroupModel(model.id, 1, model.max_tokens, model.block_tokens, lambda instances: model.max_tokens),
+        GroupModel(model.id, layers.layers if layers else 1, model.max_tokens, model.block_tokens, holds_tokens),
         [stay.gpus for stay in spec.stays],
         dispatcher(**spec.dispatch.model_dump()),
-        drop=None,
-        migration=None,
+        drop=_drop(spec),
+        migration=_migration(spec.migration),
         scale_out=None,
         stages=1,
         spares=0,
     )
 
 
-def _fleet_model(model: ModelFacts) -> FleetModel:
-    return FleetModel(_demand(model), model.max_tokens)
+def _drop(spec: CoreSpec) -> KunServeDrop | None:
+    if spec.drop is None or spec.layers is None:
+        return None
+    instances, layers = range(len(spec.stays)), spec.layers
+    base_bytes, node_of = dict.fromkeys(instances, layers.base_bytes), dict.fromkeys(instances, 0)
+    options = spec.drop.model_dump(exclude={"policy", "exchange"})
+    return KunServeDrop(layers.copy_bytes, layers.block_bytes, base_bytes, node_of, **options)
 
 
-def _demand(model: ModelFacts) -> ModelDemand:
-    return ModelDemand(model.id, model.rate_per_s, model.slo_s, model.tp, model.weight_bytes, model.token_bytes)
+def _migration(spec: LlumnixMigrationSpec | None) -> LlumnixMigration | None:
+    return None if spec is None else LlumnixMigration(spec.out_blocks, spec.in_blocks)
+
+
+class _Alone(NamedTuple):
+    """Steps as profiles ask for them. Their times know no context, which measured steps do not tell."""
+
+    times: StepTimes
+
+    def step_s(
+        self, decodes: int, _decode_context: int, new: int, _pairs: float, _context: int, _sampled: int
+    ) -> float:
+        return self.times.step_s(new, decodes)
+
+
+def measured_profile(
+    model: ModelFacts, load: LoadFacts, times: StepTimes, token_budget: int
+) -> tuple[OperatingPoint, ...]:
+    """What an engine reaches at each batch size, as the simulator profiles it. KV is in whole blocks; activations are in no
+    region, so they count for nothing."""
+
+    def bytes_of(batch: int, context: int) -> tuple[int, int]:
+        return 0, batch * -(-context // model.block_tokens) * model.block_tokens * model.token_bytes
+
+    lengths = load.prompt_tokens, load.output_tokens
+    return profile_of(_Alone(times), bytes_of, *lengths, token_budget, load.max_sequences)

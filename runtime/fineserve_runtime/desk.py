@@ -93,7 +93,12 @@ class Desk:
 
     def prompts_on(self, engine: int) -> list[int]:
         """The prompt tokens of the engine's requests that have no token yet, the oldest first."""
-        return [len(job.prompt) + len(job.generated) for job in self.on(engine) if job.first_token_s is None]
+        return [job.tokens for job in self.on(engine) if job.first_token_s is None]
+
+    def shortest_on(self, engine: int) -> Job | None:
+        """The request with the fewest tokens of those that decode on the engine and could go on elsewhere."""
+        moves = [job for job in self.on(engine) if not job.unproven and job.can_resume]
+        return min(moves, key=lambda job: (job.tokens, job.id), default=None)
 
     def attach(self, job: Job, engine: int, now: float) -> None:
         job.engine = job.served_by = engine
@@ -101,6 +106,11 @@ class Desk:
         self._on_engine[engine].add(job.id)
         for observer in self._observers:
             observer.dispatched(job, now)
+
+    def reattach(self, job: Job, engine: int) -> None:
+        """The engine that has the request is another one of the core's now."""
+        job.engine = job.served_by = engine
+        self._on_engine[engine].add(job.id)
 
     def detach(self, job: Job) -> int | None:
         """The engine that the request leaves."""

@@ -23,14 +23,27 @@ from fineserve_runtime.core import Core, CoreSpec, ModelAdded, ModelFacts, Model
 from fineserve_runtime.decisions import Decisions, Log
 from fineserve_runtime.desk import Desk
 from fineserve_runtime.engines.api import EngineDied, EngineHost, StepReport, TokenChunk
-from fineserve_runtime.jobs import End, Job, Observer, Refused, finish_end
+from fineserve_runtime.jobs import End, Handover, Job, Observer, Refused, finish_end
 from fineserve_runtime.listener import HostListener
 from fineserve_runtime.lives import EngineLives, Health, model_down
+from fineserve_runtime.moves import Moves
 from fineserve_runtime.places import Place, Places
-from fineserve_sim.policy.commands import Activate, Command, Dispatch, Drop, Evict, Reject, Survey
+from fineserve_runtime.regroup import Regrouping
+from fineserve_sim.policy.commands import (
+    Activate,
+    Command,
+    Dispatch,
+    Drop,
+    DropLayers,
+    Evict,
+    Migrate,
+    Reject,
+    RestoreLayers,
+    Survey,
+)
 from fineserve_sim.policy.events import EngineStepped, Loads, RequestAborted, RequestArrived, RequestReturned, Tick
 from fineserve_sim.policy.fleet.views import Status
-from fineserve_sim.policy.interfaces import Request
+from fineserve_sim.policy.interfaces import EngineLoad, Request
 
 _LOOK_S = 0.1
 """So often the clock looks for who missed a deadline and for engines that hang."""
@@ -48,6 +61,7 @@ class Driver:
         spec: CoreSpec,
         *,
         bounds: Bounds | None = None,
+        handover: Handover = "exchange",
         log: Log | None = None,
         observers: Sequence[Observer] = (),
         on_incident: Callable[[str, dict[str, object]], None] = lambda what, facts: None,
@@ -67,6 +81,9 @@ class Driver:
         self._empty = threading.Condition(self._lock)
         self._desk = Desk(self._slo_s, observers)
         self._lives: EngineLives
+        self._moves: Moves
+        self._handover = handover
+        self._regrouping = Regrouping(self, self._places, self._desk, handover)
         self._pace: dict[str, Pace] = defaultdict(Pace)
         self._next_id = 0
         self._draining = False
@@ -93,6 +110,8 @@ class Driver:
         keeps_resident = self._spec.residency is None
         self._lives = EngineLives(self, places, self._desk, tuple(self._slo_s), keeps_resident=keeps_resident)
         self._epoch_s = time.monotonic()
+        self._moves = Moves(self, places, self._desk)
+        self._regrouping = Regrouping(self, places, self._desk, self._handover)
         self._alarm = Alarm(self._on_alarm, lambda problem: self._on_trouble(problem, "clock"))
         with self._lock:
             self._places = places
@@ -122,6 +141,8 @@ class Driver:
         self._alarm.close()
         self._draining = True
         self.end_all()
+        self._moves.close()
+        self._regrouping.close()
         self._places.close()
 
     def end_all(self) -> None:
@@ -198,7 +219,8 @@ class Driver:
             job = make(self._next_id)
             self._check_room(job.model)
             self._next_id += 1
-            job.arrival_s = job.queued_s = self.now() - job.waited_s
+            job.arrival_s = self.now() - job.waited_s
+            job.queued_s = job.due_from_s
             self._desk.take_in(job)
             self.arrive(job)
             return job
@@ -234,7 +256,7 @@ class Driver:
         was told so."""
         if self._desk.get(job.id) is None:
             return
-        request = Request(job.id, job.model, self._deadlines.core_arrival_s(job), len(job.prompt) + len(job.generated))
+        request = Request(job.id, job.model, self._deadlines.core_arrival_s(job), job.tokens)
         if self._controller.needs_loads and (loads := self._places.changed_loads(self._desk.prompts_on)):
             self.tell(Loads(loads))
         self.tell(RequestReturned(request) if again else RequestArrived(request))
@@ -296,8 +318,11 @@ class Driver:
 
     def died(self, gpu: int, local: int, reason: str, *, crashed: bool) -> None:
         with self._lock:
-            if (engine := self._places.engine_at(Place(gpu, local))) is not None:
+            place = Place(gpu, local)
+            if (engine := self._places.engine_at(place)) is not None:
                 self._lives.died(engine, reason, crashed=crashed)
+            if place.gpu in self._places.hosts:
+                self._regrouping.died(place)
 
     # --- schedulers ------------------------------------------------------------------------------------------------
 
@@ -351,7 +376,21 @@ class Driver:
         ready = [e for e in self._places.engines() if self._core.status(e) in (Status.RESIDENT, Status.DRAINING)]
         free = {gpu: self._places.free_bytes(gpu, self._memory[gpu], self._weights) for gpu in self._memory}
         states = self._places.states(ready)
-        return Tick({engine: state.running for engine, state in states.items() if state.running}, free)
+        loads = self._all_loads() if self._spec.migration or self._spec.drop else {}
+        return Tick({engine: state.running for engine, state in states.items() if state.running}, free, loads)
+
+    def _all_loads(self) -> dict[int, EngineLoad]:
+        """The loads of all engines, with the request of each that a migration would move."""
+        loads = self._places.loads(self._desk.prompts_on)
+        for engine in loads:
+            shortest = self._desk.shortest_on(engine)
+            blocks = -(-shortest.tokens // self._places.handle(engine).config.block_tokens) if shortest else 0
+            loads[engine] = loads[engine]._replace(
+                stalled=self._regrouping.stalled(engine),
+                shortest=shortest.id if shortest else None,
+                shortest_blocks=blocks,
+            )
+        return loads
 
     def _expire(self) -> None:
         """Nobody waits for ever, be it that no engine comes back for his model, or that one has him and does not go on."""
@@ -373,7 +412,7 @@ class Driver:
     def _carry_out(self, command: Command) -> None:
         match command:
             case Dispatch():
-                self._dispatch(command)
+                self.hand_over(self._job(command), command.engine)
             case Drop():
                 job = self._job(command)
                 self._end(job, self._deadlines.missed(job, command.reason))
@@ -385,17 +424,25 @@ class Driver:
                 self._lives.activate(command)
             case Evict():
                 self._lives.evict(command)
+            case Migrate():
+                self._moves.start(command)
+            case DropLayers():
+                self._regrouping.drop(command)
+            case RestoreLayers():
+                self._regrouping.restore(command)
 
     def _job(self, command: Dispatch | Drop | Reject) -> Job:
         job = self._desk.get(command.request_id)
         assert job is not None, f"{command}: the core decides on a request that has ended"
         return job
 
-    def _dispatch(self, command: Dispatch) -> None:
-        job = self._job(command)
-        self._desk.attach(job, command.engine, self.now())
+    def drain(self, engine: int) -> None:
+        self._lives.evict(Evict(engine, drain=True))
+
+    def hand_over(self, job: Job, engine: int) -> None:
+        self._desk.attach(job, engine, self.now())
         try:
-            self._places.submit(command.engine, job.submission())
+            self._places.submit(engine, job.submission())
         except EngineDied:
             return  # its death is reported to all of its requests together
         except (ValueError, RuntimeError) as problem:

@@ -7,6 +7,9 @@ from typing import Literal, NamedTuple, Protocol
 
 from fineserve_runtime.engines.api import Logprobs, Sampling, Submission, TokenChunk
 
+Handover = Literal["exchange", "recompute"]
+"""How requests go on when layers are dropped: their KV goes to the pipeline, or it computes that again (regroup.py)."""
+
 
 class End(NamedTuple):
     """How a request ended. ``finished``: with ``reason`` stop or length. ``refused``: nobody ever started it. ``failed``: it
@@ -51,8 +54,9 @@ class Job:
 
     ``slo_s`` is the TTFT limit that counts for it, ``tpot_slo_s`` that of the time per token. ``engine`` is where it is now,
     None while it waits and when it ended. ``served_by`` is where it was dispatched last; ``unproven``: that engine has not
-    given it a token yet. ``trace`` is the client's ``traceparent``; ``waited_s`` is how long the request took from its client
-    to the driver. Times are seconds since the driver started.
+    given it a token yet. ``trace`` is the client's ``traceparent``. ``waited_s`` is how long the request took from its client
+    to the driver. For ``held_s`` of that time an operator moved its model; deadlines count from the end of the move. Times are
+    seconds since the driver started.
     """
 
     id: int
@@ -65,6 +69,7 @@ class Job:
     tpot_slo_s: float | None = None
     trace: str | None = None
     waited_s: float = 0.0
+    held_s: float = 0.0
     arrival_s: float = 0.0
     queued_s: float = 0.0
     engine: int | None = None
@@ -77,11 +82,21 @@ class Job:
     unproven: bool = True
 
     @property
+    def due_from_s(self) -> float:
+        """From here on its TTFT limit runs for schedulers. What is measured counts from ``arrival_s``."""
+        return self.arrival_s + self.held_s
+
+    @property
     def tpot_s(self) -> float | None:
         """Seconds per token after the first so far; None before the second."""
         if self.first_token_s is None or self.last_token_s is None or len(self.generated) < 2:
             return None
         return (self.last_token_s - self.first_token_s) / (len(self.generated) - 1)
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of the prompt and of the output so far."""
+        return len(self.prompt) + len(self.generated)
 
     @property
     def can_resume(self) -> bool:

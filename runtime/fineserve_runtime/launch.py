@@ -6,26 +6,29 @@ import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fineserve_runtime.bounds import Bounds
 from fineserve_runtime.config import ModelFiles, RuntimeFile, RuntimeSection
-from fineserve_runtime.core import CoreSpec, GpuFacts, ModelFacts, Stay
+from fineserve_runtime.core import CoreSpec, GpuFacts, LayerFacts, LoadFacts, ModelFacts, Stay
 from fineserve_runtime.decisions import Log
 from fineserve_runtime.driver import Driver
 from fineserve_runtime.engines.api import EngineConfig, EngineHandle, EngineHost, EngineListener, HostConfig, Mode
 from fineserve_runtime.jobs import Observer
+from fineserve_runtime.memories import SHARED, in_memory, paging
 from fineserve_runtime.step_times import MeasuredStep, read_table
 from fineserve_runtime.warmup import Relay, measure
 from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.groups import check_groups
 from fineserve_sim.cluster.compose.place import place
-from fineserve_sim.cluster.scenario import Scenario, ScenarioError
+from fineserve_sim.cluster.scenario import Scenario, ScenarioError, ServedModel
+from fineserve_sim.policy.groups.drop_plan import even_split
+from fineserve_sim.policy.groups.microbatch import LookaheadMode
 from fineserve_sim.policy.interfaces import ModelDemand, Placement
 from fineserve_sim.policy.memory.paged import Share, split_bytes
 from fineserve_sim.policy.placement.fineserve import base_footprint
-from fineserve_sim.systems.spec import KvSlabSpec, PrivatePoolsSpec
+from fineserve_sim.systems.spec import ContiguousSpec, PrivatePoolsSpec, QlmResidencySpec, SwapPoolsSpec
 
 StartHost = Callable[[HostConfig, EngineListener], EngineHost]
 
@@ -103,7 +106,7 @@ def launch(
     if scenario.system.dispatch is not None:
         check_groups(scenario)
     placement, demands = place(scenario, demands_of(scenario))
-    if placement.unplaced:
+    if placement.unplaced and scenario.system.residency is None:
         raise ScenarioError(f"system {scenario.system.name}: no room for {', '.join(placement.unplaced)}")
     with ExitStack() as stack:
         configs = host_configs(file, scenario, placement, demands)
@@ -113,7 +116,9 @@ def launch(
         spec = _core_spec(file, scenario, placement, hosts, _step_times(file, hosts, relays))
         section = file.section
         bounds = Bounds(section.queued_requests, section.queued_s, section.request_s, section.silent_s)
-        driver = Driver(spec, bounds=bounds, log=log, observers=observers, on_incident=on_incident)
+        driver = Driver(
+            spec, bounds=bounds, handover=section.handover, log=log, observers=observers, on_incident=on_incident
+        )
         for gpu, relay in relays.items():
             relay.to = driver.listener(gpu)
         driver.start(hosts)
@@ -149,6 +154,8 @@ def host_configs(
     come and go, every GPU has an engine of each. Raises ScenarioError for devices that one machine cannot have side by side."""
     section = file.section
     seats = dict.fromkeys(resident(scenario, placement))
+    if scenario.system.drop is not None:  # beside the instances, the pipeline that they make
+        seats |= dict.fromkeys((model, tuple(gpu for _, group in seats for gpu in group)) for model, _ in list(seats))
     if scenario.system.residency is not None:
         seats = dict.fromkeys((model.id, (gpu.id,)) for gpu in scenario.gpus for model in scenario.models)
     gpus = sorted({gpu for _, group in seats for gpu in group})
@@ -158,7 +165,8 @@ def host_configs(
 
     def engine(name: str, group: tuple[int, ...]) -> EngineConfig:
         least = min((limit for gpu in group if (limit := limits[gpu][name]) is not None), default=None)
-        return engine_config(name, section.models[name], file.folder, scenario, least, group)
+        config = engine_config(name, section.models[name], file.folder, scenario, least, group)
+        return config if scenario.system.drop is None else _dropping(config, scenario, gpus)
 
     configs = {}
     for tied in tied_devices(group for _, group in seats):
@@ -170,11 +178,22 @@ def host_configs(
             region_name=section.region_name,
             gpus=tied,
             slab_multiple=getattr(scenario.system.memory, "slab_multiple", 1),
+            paging=paging(scenario.system.memory),
+            contiguous=isinstance(scenario.system.memory, ContiguousSpec),
             weights_in_region=section.weights_in_region,
             poison_freed=section.poison_freed,
             silent_s=section.silent_s,
         )
     return configs
+
+
+def _dropping(config: EngineConfig, scenario: Scenario, gpus: Sequence[int]) -> EngineConfig:
+    """The engine of a system whose instances, one on each of ``gpus``, drop layers: an instance, or the pipeline over all."""
+    if len(config.gpus) > 1:
+        return replace(config, stages=len(gpus), borrows=True)
+    (model,) = scenario.models
+    kept = even_split(model.model.layers, len(gpus))[gpus.index(config.gpus[0])]
+    return replace(config, keeps=(kept.start, kept.stop))
 
 
 def resident(scenario: Scenario, placement: Placement) -> list[tuple[str, tuple[int, ...]]]:
@@ -222,7 +241,7 @@ def engine_config(
     limit_bytes: int | None = None,
     gpus: tuple[int, ...] = (),
 ) -> EngineConfig:
-    return EngineConfig(
+    config = EngineConfig(
         name=name,
         model=folder / files.path,
         dtype=files.dtype,
@@ -237,18 +256,30 @@ def engine_config(
         gpus=gpus,
         stages=files.stages * _stages(scenario),
         embeds=files.embeds,
+        swaps=isinstance(scenario.system.memory, SwapPoolsSpec),
+        lookahead=_lookahead(scenario),
     )
+    return in_memory(config, scenario.system.memory, folder / files.path)
+
+
+def _lookahead(scenario: Scenario) -> LookaheadMode | None:
+    execution = scenario.system.execution
+    return execution.lookahead if execution and execution.microbatches == "lookahead" else None
 
 
 def _limits(
     scenario: Scenario, region_bytes: int, names: Sequence[str], demands: Mapping[str, ModelDemand]
 ) -> dict[str, int | None]:
-    """How much of the region each engine may lease: all of a slab memory; its share where pools are private, as the
-    simulator divides them: KV equally or by demand, or memory in proportion to footprints, less what the engine takes beside
-    KV."""
+    """How much of the region each engine may lease: all of it where memory is shared, or one model's at a time. Where pools are
+    private, its share, as the simulator divides them: KV equally or by demand, or memory in proportion to footprints, less what
+    the engine takes beside KV."""
     memory = scenario.system.memory
-    if isinstance(memory, KvSlabSpec):
+    system = scenario.system
+    in_turn = system.drop is not None or isinstance(system.residency, QlmResidencySpec)
+    if isinstance(memory, SHARED | SwapPoolsSpec) or in_turn:
         return dict.fromkeys(names)
+    if isinstance(memory, ContiguousSpec):
+        memory = PrivatePoolsSpec()
     assert isinstance(memory, PrivatePoolsSpec)
     if memory.split == "equal":
         return {name: region_bytes // len(names) for name in names}
@@ -285,10 +316,18 @@ def _core_spec(
     hosts: Mapping[int, EngineHost],
     measured: Mapping[str, tuple[MeasuredStep, ...]],
 ) -> CoreSpec:
-    handles = {handle.config.name: handle for host in hosts.values() for handle in host.engines.values()}
+    engines = [handle for host in hosts.values() for handle in host.engines.values()]
+    handles = {handle.config.name: handle for handle in engines if not handle.config.borrows}
     weights = {name: handle.stats().weight_bytes for name, handle in handles.items()}
     models = [
-        model_facts(handles[served.id], served.rate_per_s, served.ttft_slo_s, measured[served.id])
+        model_facts(
+            handles[served.id],
+            served.rate_per_s,
+            served.ttft_slo_s,
+            measured[served.id],
+            load=_load_facts(served, scenario.engine.max_sequences),
+            contiguous=isinstance(scenario.system.memory, ContiguousSpec),
+        )
         for served in scenario.models
     ]
     return CoreSpec(
@@ -296,8 +335,11 @@ def _core_spec(
         scheduler=scenario.system.scheduler,
         residency=scenario.system.residency,
         dispatch=scenario.system.dispatch,
+        migration=scenario.system.migration,
+        drop=scenario.system.drop,
+        layers=None if scenario.system.drop is None else _layer_facts(scenario, engines),
         token_budget=scenario.engine.token_budget,
-        shares_memory=isinstance(scenario.system.memory, KvSlabSpec),
+        shares_memory=isinstance(scenario.system.memory, SHARED),
         gpus=tuple(
             GpuFacts(id=gpu, memory_bytes=_memory_bytes(host, gpu, weights))
             for host in hosts.values()
@@ -308,11 +350,41 @@ def _core_spec(
     )
 
 
+def _layer_facts(scenario: Scenario, engines: Sequence[EngineHandle]) -> LayerFacts:
+    """``engines``: two instances and the pipeline over both."""
+    (model,) = scenario.models
+    *instances, pipeline = sorted(engines, key=lambda handle: handle.config.borrows)
+    freed_bytes, tokens = instances[0].droppable_bytes(), scenario.engine.block_tokens
+    return LayerFacts(
+        layers=model.model.layers,
+        copy_bytes=sum(each.droppable_bytes() for each in instances),
+        block_bytes=instances[0].block_bytes,
+        base_bytes=instances[0].kv_capacity_tokens // tokens * instances[0].block_bytes,
+        pair_tokens=pipeline.kv_capacity_tokens + freed_bytes // pipeline.block_bytes * tokens,
+    )
+
+
+def _load_facts(served: ServedModel, max_sequences: int) -> LoadFacts:
+    return LoadFacts(
+        prompt_tokens=served.mean_prompt_tokens,
+        output_tokens=served.mean_output_tokens,
+        max_sequences=max_sequences,
+        tpot_slo_s=served.tpot_slo_s,
+    )
+
+
 def model_facts(
-    handle: EngineHandle, rate_per_s: float, slo_s: float, measured: tuple[MeasuredStep, ...]
+    handle: EngineHandle,
+    rate_per_s: float,
+    slo_s: float,
+    measured: tuple[MeasuredStep, ...],
+    *,
+    load: LoadFacts | None = None,
+    contiguous: bool = False,
 ) -> ModelFacts:
-    """The facts of a model with an engine that is awake."""
+    """The facts of a model with an engine that is awake. ``contiguous``: its unit of KV is room for a whole sequence."""
     config = handle.config
+    unit_tokens = config.max_model_len if contiguous else config.block_tokens
     return ModelFacts(
         id=config.name,
         rate_per_s=rate_per_s,
@@ -321,8 +393,9 @@ def model_facts(
         weight_bytes=handle.stats().weight_bytes,
         token_bytes=handle.block_bytes // config.block_tokens,
         max_tokens=min(config.max_model_len, handle.kv_capacity_tokens),
-        block_tokens=config.block_tokens,
+        block_tokens=unit_tokens,
         measured=measured,
+        load=load,
     )
 
 

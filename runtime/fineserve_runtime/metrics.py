@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -17,6 +17,9 @@ _TTFT_S = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 
 _ITL_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5)
 _E2E_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240)
 _MODEL = ["model_name"]
+
+TWIN_IS_OFF = "twin is off"
+"""The incident of a simulator that is further from what was measured than the file allows."""
 
 
 class Metrics:
@@ -51,6 +54,12 @@ class Metrics:
             "HTTP requests refused before a model saw them.",
             ["reason"],
             registry=self.registry,
+        )
+        self._twin = Gauge(
+            "fineserve:twin_error", "Simulated over measured, less 1, when last asked.", ["of"], registry=self.registry
+        )
+        self._twin_off = Counter(
+            "fineserve:twin_alarms", "Answers of a twin that was off by more than twin_error.", registry=self.registry
         )
         self._ttft = self._histogram("vllm:time_to_first_token_seconds", "Arrival to first token.", _TTFT_S)
         self._itl = self._histogram("vllm:inter_token_latency_seconds", "Between two tokens.", _ITL_S)
@@ -111,6 +120,13 @@ class Metrics:
             self._restarts.labels(model).inc()
         elif what == "internal error":
             self._errors.inc()
+        elif what == TWIN_IS_OFF:
+            self._twin_off.inc()
+
+    def twin(self, errors: Mapping[str, float]) -> None:
+        """How far the simulator is off, by what it was asked for."""
+        for name, error in errors.items():
+            self._twin.labels(name).set(error)
 
     def watch_logs(self, logs: Sequence[LineLog]) -> None:
         self.registry.register(LogFigures(logs))
@@ -201,10 +217,8 @@ class EngineFigures(Collector):
         health = {model: self._health(model) for model in live}
         ready = {model: float(each.condition == "ready") for model, each in health.items()}
         yield _gauge("fineserve:model_ready", "1 where an engine serves the model.", ready)
-        down = CounterMetricFamily("fineserve:model_down_seconds", "Seconds without an engine.", labels=_MODEL)
-        for model, each in health.items():
-            down.add_metric([model], each.down_s)
-        yield down
+        down_s = {model: each.down_s for model, each in health.items()}
+        yield _counter("fineserve:model_down_seconds", "Seconds without an engine.", down_s)
 
     def _requests(self, live: Mapping[str, int], handles: Sequence[EngineHandle]) -> Iterator[Metric]:
         running = dict.fromkeys(live, 0)
@@ -219,9 +233,9 @@ class EngineFigures(Collector):
         yield _gauge("fineserve:engines_awake", "Engines that are resident.", awake)
 
     def _kv(self, live: Mapping[str, int], handles: Sequence[tuple[EngineHost, EngineHandle]]) -> Iterator[Metric]:
-        fields = ("leased_bytes", "used_bytes", "stranded_bytes", "cached_bytes", "weight_bytes")
+        fields = ("leased_bytes", "used_bytes", "stranded_bytes", "cached_bytes", "spare_bytes", "weight_bytes")
         counted = ("prefix_queries", "prefix_hits")
-        sums = {field: dict.fromkeys(live, 0.0) for field in (*fields, *counted)}
+        sums = {field: dict.fromkeys(live, 0.0) for field in (*fields, *counted, *_PAGE_CALLS)}
         usage = dict.fromkeys(live, 0.0)
         for host, handle in handles:
             for gpu in handle.gpus:
@@ -229,19 +243,19 @@ class EngineFigures(Collector):
                 for field in fields:
                     sums[field][handle.config.name] += getattr(stats, field)
                 usage[handle.config.name] += stats.used_bytes / host.config.region_bytes
-            for field in counted:
+            for field in (*counted, *_PAGE_CALLS):
                 sums[field][handle.config.name] += getattr(stats, field)
+        for field, (name, text) in _PAGE_CALLS.items():
+            yield _counter(f"fineserve:{name}", text, sums[field])
         for field in counted:
             name = f"vllm:prefix_cache_{field.removeprefix('prefix_')}"
-            family = CounterMetricFamily(name, "Prompt tokens, with prefix caching.", labels=_MODEL)
-            for model, value in sums[field].items():
-                family.add_metric([model], value)
-            yield family
+            yield _counter(name, "Prompt tokens, with prefix caching.", sums[field])
         texts = {
             "leased_bytes": "Bytes of slabs that the model's engines hold.",
             "used_bytes": "Bytes of KV blocks in use.",
             "stranded_bytes": "Free bytes in partly used slabs.",
             "cached_bytes": "Bytes of idle cached prefixes.",
+            "spare_bytes": "Bytes of pages that are mapped and free.",
             "weight_bytes": "Bytes of weights in the region.",
         }
         for field in fields:
@@ -257,6 +271,22 @@ class EngineFigures(Collector):
             for part, value in ledger._asdict().items():
                 family.add_metric([str(gpu), part.removesuffix("_bytes")], value)
         yield family
+
+
+_PAGE_CALLS = {
+    "pages_mapped": ("kv_pages_mapped", "Pages of KV memory that were mapped."),
+    "map_s": ("kv_page_map_seconds", "Seconds that mapping them took."),
+    "pages_unmapped": ("kv_pages_unmapped", "Pages of KV memory that were unmapped."),
+    "unmap_s": ("kv_page_unmap_seconds", "Seconds that unmapping them took."),
+}
+"""Counters of memory that is mapped page by page, by field of `EngineStats`."""
+
+
+def _counter(name: str, text: str, values: Mapping[str, float]) -> CounterMetricFamily:
+    family = CounterMetricFamily(name, text, labels=_MODEL)
+    for model, value in values.items():
+        family.add_metric([model], value)
+    return family
 
 
 def _gauge(name: str, text: str, values: Mapping[str, float]) -> GaugeMetricFamily:

@@ -46,12 +46,16 @@ class Places:
 
     def settle(self, engine: int, model: str, gpus: tuple[int, ...]) -> None:
         """From now on the core's ``engine`` is the process of ``model`` on these devices."""
+        place = self.process(model, gpus)
+        self._place[engine] = place
+        self._engine[place] = engine
+
+    def process(self, model: str, gpus: tuple[int, ...]) -> Place:
+        """Raises ValueError where there is none."""
         first = self._host_of[gpus[0]]
         for local, handle in self._hosts[first].engines.items():
             if handle.config.name == model and handle.gpus == gpus:
-                self._place[engine] = Place(first, local)
-                self._engine[Place(first, local)] = engine
-                return
+                return Place(first, local)
         raise ValueError(f"devices {gpus} have no engine process for model {model}")
 
     def leave(self, engine: int) -> None:
@@ -70,7 +74,9 @@ class Places:
         return self._place[engine].gpu
 
     def handle(self, engine: int) -> EngineHandle:
-        place = self._place[engine]
+        return self.at(self._place[engine])
+
+    def at(self, place: Place) -> EngineHandle:
         return self._hosts[place.gpu].engines[place.local]
 
     def states(self, engines: Sequence[int]) -> dict[int, EngineState]:
@@ -83,18 +89,21 @@ class Places:
         self._loads.pop(engine, None)
         self.handle(engine).submit(submission)
 
-    def changed_loads(self, prompts_on: Callable[[int], Sequence[int]]) -> dict[int, EngineLoad]:
-        """The loads of the engines whose load is news to the core. ``prompts_on``: the prompt tokens of an engine's requests
-        that have no token yet, the oldest first.
+    def loads(self, prompts_on: Callable[[int], Sequence[int]]) -> dict[int, EngineLoad]:
+        """The loads of all engines. ``prompts_on``: the prompt tokens of an engine's requests that have no token yet, the
+        oldest first.
 
         An engine tells tokens and not its queue. So the blocks of prompts that it has not computed count as queued, and
         requests past their prefill as running."""
-        loads = {
+        return {
             engine: _load(self.handle(engine), state, prompts_on(engine))
             for engine, state in self.states(self.engines()).items()
         }
-        told, self._loads = self._loads, loads
-        return {engine: load for engine, load in loads.items() if told.get(engine) != load}
+
+    def changed_loads(self, prompts_on: Callable[[int], Sequence[int]]) -> dict[int, EngineLoad]:
+        """The loads of the engines whose load is news to the core."""
+        told, self._loads = self._loads, self.loads(prompts_on)
+        return {engine: load for engine, load in self._loads.items() if told.get(engine) != load}
 
     def kv_tokens(self) -> dict[int, int]:
         """What the memory of each engine that is awake holds while no other engine holds KV."""
@@ -134,18 +143,25 @@ class Places:
 
         def work() -> float:
             begun_s = time.monotonic()
-            if not self._hosts[place.gpu].engines[place.local].alive:
-                self._hosts[place.gpu].restart(place.local)
-            _wake(self._hosts[place.gpu].engines[place.local])
+            if not self.at(place).alive:
+                self.restart(place)
+            wake_patiently(self.at(place))
             return time.monotonic() - begun_s
 
         self._later(place.gpu, work, done)
 
+    def restart(self, place: Place) -> None:
+        """Start a dead process anew. Raises RuntimeError, as ``EngineHost.restart`` does. It takes long."""
+        self._hosts[place.gpu].restart(place.local)
+
     def sleep(self, engine: int, done: Callable[[float, BaseException | None], None]) -> None:
-        """Put the process of ``engine`` to sleep, by and by; it must have no requests but aborted ones."""
+        """Put the process of ``engine`` to sleep, by and by; it must have no requests but aborted ones. It stays awake if it is
+        another engine of the core by then."""
         place = self._place[engine]
 
         def work() -> float:
+            if self._engine.get(place, engine) != engine:
+                return 0.0
             handle = self._hosts[place.gpu].engines[place.local]
             handle.drain(_ABORTS_S)
             return handle.sleep()
@@ -170,6 +186,19 @@ class Places:
         for worker in self._workers.values():
             worker.shutdown(wait=True, cancel_futures=True)
 
+    def run(self, gpu: int, work: Callable[[], None]) -> None:
+        """Do this in the device's thread, after whatever it is still to do."""
+
+        def done(seconds: float, problem: BaseException | None) -> None:
+            if isinstance(problem, Exception):
+                self._on_trouble(problem)
+
+        def timed() -> float:
+            work()
+            return 0.0
+
+        self._later(gpu, timed, done)
+
     def _later(self, gpu: int, work: Callable[[], float], done: Callable[[float, BaseException | None], None]) -> None:
         def run() -> None:
             seconds, problem = 0.0, None
@@ -192,16 +221,18 @@ def _load(handle: EngineHandle, state: EngineState, prompts: Sequence[int]) -> E
     capacity_blocks = handle.kv_capacity_tokens // block_tokens
     blocks = [-(-tokens // block_tokens) for tokens in prompts]
     computed_tokens = sum(prompts) - state.prefill_tokens
+    used_blocks = max(0, capacity_blocks - state.free_kv_tokens // block_tokens)
     return EngineLoad(
-        used_blocks=max(0, capacity_blocks - state.free_kv_tokens // block_tokens),
+        used_blocks=used_blocks,
         capacity_blocks=capacity_blocks,
         queued_blocks=max(0, sum(blocks) - computed_tokens // block_tokens),
         head_blocks=blocks[0] if blocks else 0,
         running=state.decoding,
+        fullest_bytes=used_blocks * handle.block_bytes if len(handle.gpus) > 1 else 0,
     )
 
 
-def _wake(handle: EngineHandle) -> None:
+def wake_patiently(handle: EngineHandle) -> None:
     """Raises RuntimeError when there was no memory for the weights for too long."""
     begun_s = time.monotonic()
     while handle.asleep:

@@ -7,17 +7,18 @@ must be true. Memory must not be split beforehand between the models of the star
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import wait
 from typing import Any
 
 from fineserve_runtime.config import AddedModel, RuntimeFile, check_model
 from fineserve_runtime.core import ModelFacts
 from fineserve_runtime.launch import Running, engine_config, model_facts
+from fineserve_runtime.memories import SHARED
 from fineserve_runtime.metrics import Metrics
 from fineserve_runtime.warmup import measure_engine
 from fineserve_sim.cluster.scenario import Scenario
-from fineserve_sim.systems.spec import KvSlabSpec
+from fineserve_sim.systems.spec import DriftingResidencySpec, QlmResidencySpec
 
 _LOOK_S = 0.02
 
@@ -35,7 +36,7 @@ class Roster:
     def add(self, name: str, model: AddedModel, prepare: Callable[[dict[str, Any]], None]) -> ModelFacts:
         """Start engines for the model and let the core know it. ``prepare`` is called with its config.json before. Raises
         ValueError for a model that cannot be served here, RuntimeError for engines that do not start; nothing is left then."""
-        self._check_system()
+        self.check_system()
         if model.stages != 1:
             raise ValueError(f"stages: {model.stages}; an added model has one device")
         prepare(check_model(model, self._file.folder))
@@ -66,10 +67,44 @@ class Roster:
         self._await_up(name)
         return facts
 
+    def move(self, name: str, gpu: int, patience_s: float) -> ModelFacts:
+        """Give the file's model to another device, once its requests have ended. It is back where it was when that does not
+        work. Raises as ``add`` and ``remove`` do."""
+        before = next(
+            gpu
+            for gpu, host in self._running.devices.items()
+            for each in host.engines.values()
+            if each.config.name == name and each.gpus == (gpu,)
+        )
+        model = self._of_file(name, gpu)
+        self.remove(name, patience_s)
+        try:
+            return self.add(name, model, lambda config: None)
+        except (ValueError, RuntimeError):
+            self.add(name, model.model_copy(update={"device": before}), lambda config: None)
+            raise
+
+    def check_moves(self, to: Mapping[str, int]) -> None:
+        """Raises ValueError where models cannot be moved by hand, or one of them cannot be on its device."""
+        self.check_system()
+        if self._scenario.system.residency is not None:
+            raise ValueError(
+                f"system {self._scenario.system.name} moves models itself; a plan is for one that does not"
+            )
+        for name, gpu in to.items():
+            config = engine_config(name, self._of_file(name, gpu), self._file.folder, self._scenario, gpus=(gpu,))
+            self._running.devices[gpu].check(config)
+
+    def _of_file(self, name: str, gpu: int) -> AddedModel:
+        """A model of the file as one that is added."""
+        entry = next(each.entry for each in self._file.experiment.setup.models if each.id == name)
+        files = self._file.section.models[name].model_dump()
+        return AddedModel(**files, ttft_slo_s=entry.ttft_slo_s, rate_per_s=entry.rate_per_s or 1.0, device=gpu)
+
     def remove(self, name: str, drain_s: float) -> None:
         """Refuse new requests of the model, let the others end for ``drain_s``, then end its engines. Raises ValueError where
         models cannot go, RuntimeError for an engine that does not end."""
-        self._check_system()
+        self.check_system()
         driver = self._running.driver
         driver.stop(name)
         end_s = time.monotonic() + drain_s
@@ -88,14 +123,17 @@ class Roster:
         while driver.health(name).condition == "starting" and not driver.draining and time.monotonic() < end_s:
             time.sleep(_LOOK_S)
 
-    def _check_system(self) -> None:
+    def check_system(self) -> None:
+        """Raises ValueError where models can neither come nor go."""
         if not self._file.section.weights_in_region:
             raise ValueError("models come and go only where runtime.weights_in_region is true")
         if self._scenario.system.dispatch is not None:
             raise ValueError(f"system {self._scenario.system.name} serves one model: none can come or go")
-        if not isinstance(self._scenario.system.memory, KvSlabSpec):
-            name = self._scenario.system.name
+        name = self._scenario.system.name
+        if not isinstance(self._scenario.system.memory, SHARED):
             raise ValueError(f"system {name} splits its memory between the models of the start: none can come or go")
+        if isinstance(self._scenario.system.residency, DriftingResidencySpec | QlmResidencySpec):
+            raise ValueError(f"system {name} needs profiles, which the file's load gives: no model can come or go")
 
     def _device(self, wanted: int | None) -> int:
         hosts = self._running.devices

@@ -25,6 +25,7 @@ from fineserve_runtime.server.serving import Tls, bind, exits_on_sigterm, serve
 from fineserve_runtime.server.text import LocalTokenizer, Tokenizer
 from fineserve_runtime.server.tools import MakeParser
 from fineserve_runtime.tracing import Tracing
+from fineserve_runtime.twin import Memory, Twin
 from fineserve_sim.cluster.scenario import Scenario
 from fineserve_sim.experiment.file.errors import ConfigError, nearest
 from fineserve_sim.experiment.run.run import Run, scenario
@@ -58,7 +59,8 @@ def run_server(
         metrics = Metrics(model.id for model in served.models)
         metrics.watch_logs([each for each in (log.lines, decisions) if each is not None])
 
-        observers: list[Observer] = [metrics]
+        memory = Memory({model.id: number for number, model in enumerate(served.models)})
+        observers: list[Observer] = [metrics, memory]
         if section.tracing:
             tracing = Tracing()
             stack.callback(tracing.close)
@@ -73,7 +75,9 @@ def run_server(
         running = stack.enter_context(
             launch(file, served, log=decisions, observers=observers, on_incident=incident, start=start)
         )
+        memory.hear(running)
         service = _service(file, served, running, metrics, log, tokenizer, parsers)
+        service.twin = Twin(file, served, running, memory, metrics.twin, incident)
         log("ready", {"url": url})
         ready(url)
         serve(service, bound, section.drain_s, _tls(file))
@@ -197,6 +201,13 @@ class _Admission:
 
     def remove(self, name: str) -> None:
         self._roster.remove(name, self._file.section.drain_s)
+
+    def check_moves(self, to: Mapping[str, int]) -> None:
+        self._roster.check_moves(to)
+
+    def move(self, name: str, gpu: int) -> None:
+        """All requests of the model may end, however long they take."""
+        self._roster.move(name, gpu, self._file.section.request_s)
 
 
 def _tls(file: RuntimeFile) -> Tls | None:

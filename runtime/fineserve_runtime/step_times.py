@@ -2,8 +2,7 @@
 
 A step that computes p prompt tokens beside d decodes takes ``a + b p + c d`` seconds: the host's floor and one pass
 over the weights, the work of a prompt token, and what a decode adds. The three numbers are non-negative least squares
-over the steps seen, the latest weighing most. With three unknowns the non-negative optimum is found by looking at each
-subset of them (Karush-Kuhn-Tucker: those left out are zero), which is exact and needs no iteration. What others on the
+over the steps seen, the latest weighing most (`RecentFit`). What others on the
 same device take away is in the measurements, so the controller's slowdown factor stays 1.
 
 Pure: the same rows in the same order give the same predictions, which is what replaying a decision log relies on.
@@ -22,7 +21,48 @@ _MEMORY_STEPS = 256
 """A step seen so many steps ago weighs 1/e of the present one."""
 
 _SUBSETS = [subset for size in (3, 2, 1) for subset in combinations(range(3), size) if subset != (2,)]
-"""A step without decodes takes time, whatever noise may say: not only decodes count."""
+"""The third unknown alone explains no step: one without it takes time, whatever noise may say."""
+
+Three = tuple[float, float, float]
+
+
+class RecentFit:
+    """Non-negative least squares of three unknowns over the rows seen, the latest weighing most.
+
+    The optimum is found by looking at each subset of the unknowns (Karush-Kuhn-Tucker: those left out are zero), which is
+    exact and needs no iteration.
+    """
+
+    def __init__(self) -> None:
+        self._normal = [[0.0] * 3 for _ in range(3)]
+        self._moment = [0.0] * 3
+        self._found: Three | None = (0.0, 0.0, 0.0)  # None: to be found
+
+    def observe(self, row: Three, seconds: float) -> None:
+        keep = 1 - 1 / _MEMORY_STEPS
+        for i in range(3):
+            self._moment[i] = keep * self._moment[i] + row[i] * seconds
+            for j in range(3):
+                self._normal[i][j] = keep * self._normal[i][j] + row[i] * row[j]
+        self._found = None
+
+    def solve(self) -> Three:
+        """What a unit of each takes, in seconds; zeros before the first row."""
+        if self._found is None:
+            self._found = self._least_squares()
+        return self._found
+
+    def _least_squares(self) -> Three:
+        best, best_gain = (0.0, 0.0, 0.0), 0.0
+        for subset in _SUBSETS:
+            solved = _solve([[self._normal[i][j] for j in subset] for i in subset], [self._moment[i] for i in subset])
+            if solved is None or min(solved) <= 0:
+                continue
+            gain = sum(value * self._moment[i] for value, i in zip(solved, subset, strict=True))  # explained squares
+            if gain > best_gain * (1 + 1e-12):
+                found = dict(zip(subset, solved, strict=True))
+                best, best_gain = (found.get(0, 0.0), found.get(1, 0.0), found.get(2, 0.0)), gain
+        return best
 
 
 class MeasuredStep(NamedTuple):
@@ -43,10 +83,7 @@ class StepTimes:
         if token_budget < 1:
             raise ValueError(f"token_budget is {token_budget}: a step holds at least one token")
         self._token_budget = token_budget
-        self._normal = [[0.0] * 3 for _ in range(3)]
-        self._moment = [0.0] * 3
-        self._stale = True
-        self._fit = (0.0, 0.0, 0.0)
+        self._fit = RecentFit()
         count = 0
         for row in rows:
             self.observe(row)
@@ -58,13 +95,7 @@ class StepTimes:
         """Take in one more measured step."""
         if row.prefill_tokens < 0 or row.decodes < 0 or row.duration_s <= 0:
             raise ValueError(f"{row}: a step has no negative tokens and takes a positive time")
-        keep = 1 - 1 / _MEMORY_STEPS
-        x = (1.0, float(row.prefill_tokens), float(row.decodes))
-        for i in range(3):
-            self._moment[i] = keep * self._moment[i] + x[i] * row.duration_s
-            for j in range(3):
-                self._normal[i][j] = keep * self._normal[i][j] + x[i] * x[j]
-        self._stale = True
+        self._fit.observe((1.0, float(row.prefill_tokens), float(row.decodes)), row.duration_s)
 
     def step_s(self, prefill_tokens: int, decodes: int) -> float:
         base_s, per_token_s, per_decode_s = self.fit()
@@ -81,24 +112,9 @@ class StepTimes:
         full, rest = divmod(tokens, chunk)
         return full * self.step_s(chunk, decoding) + (self.step_s(rest, decoding) if rest else 0.0)
 
-    def fit(self) -> tuple[float, float, float]:
+    def fit(self) -> Three:
         """Seconds of a step, of a prompt token in it, and of a decode in it."""
-        if self._stale:
-            self._fit = self._least_squares()
-            self._stale = False
-        return self._fit
-
-    def _least_squares(self) -> tuple[float, float, float]:
-        best, best_gain = (0.0, 0.0, 0.0), 0.0
-        for subset in _SUBSETS:
-            solved = _solve([[self._normal[i][j] for j in subset] for i in subset], [self._moment[i] for i in subset])
-            if solved is None or min(solved) <= 0:
-                continue
-            gain = sum(value * self._moment[i] for value, i in zip(solved, subset, strict=True))  # explained squares
-            if gain > best_gain * (1 + 1e-12):
-                found = dict(zip(subset, solved, strict=True))
-                best, best_gain = (found.get(0, 0.0), found.get(1, 0.0), found.get(2, 0.0)), gain
-        return best
+        return self._fit.solve()
 
 
 def _solve(matrix: list[list[float]], right: list[float]) -> list[float] | None:

@@ -47,8 +47,9 @@ class _Steps:
 
 
 def measure(host: EngineHost, relay: Relay) -> dict[str, tuple[MeasuredStep, ...]]:
-    """Rows by model name; each engine is measured alone."""
-    return {handle.config.name: measure_engine(handle, relay) for handle in host.engines.values()}
+    """Rows by model name; each engine is measured alone. Those of an instance count, not those of the pipeline beside it."""
+    engines = sorted(host.engines.values(), key=lambda handle: not handle.config.borrows)
+    return {handle.config.name: measure_engine(handle, relay) for handle in engines}
 
 
 def measure_engine(handle: EngineHandle, relay: Relay) -> tuple[MeasuredStep, ...]:

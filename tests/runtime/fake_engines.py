@@ -20,6 +20,8 @@ from fineserve_runtime.engines.api import (
     EngineStats,
     FinishReason,
     HostConfig,
+    KvPart,
+    Lent,
     StepReport,
     Submission,
     TokenChunk,
@@ -81,6 +83,13 @@ class FakeEngine:
     silent_s: float = 0.0
     submitted: list[Submission] = field(default_factory=list)
     refused: list[TokenChunk] = field(default_factory=list)
+    carried: dict[int, tuple[list[int], int]] = field(default_factory=dict)
+    """KV of requests to come: their computed tokens, and how many blocks are kept for them."""
+    calls_left: int | None = None
+    """After so many calls that move KV or layers it dies; None: it does not."""
+    dropped: bool = False
+    below: int | None = None
+    """As ``vacate`` said."""
     telling: threading.RLock = field(default_factory=threading.RLock)
     """Held while the listener is told, so that it hears of one thing at a time, in order, and of no step after its death."""
     eos_token_ids: tuple[int, ...] = (EOS,)
@@ -96,7 +105,7 @@ class FakeEngine:
 
     @property
     def kv_capacity_tokens(self) -> int:
-        left = self.host.config.region_bytes - self.host.weight_bytes * self.host.awake()
+        left = self.host.config.region_bytes - self.host.weights_now()
         limit = left if self.config.kv_limit_bytes is None else self.config.kv_limit_bytes
         return min(left, limit) // BLOCK_BYTES * self.config.block_tokens
 
@@ -134,11 +143,90 @@ class FakeEngine:
             free_tokens = self._free_blocks() * self.config.block_tokens
             return EngineState(len(here), decoding, left, self.config.max_sequences - len(here), free_tokens, 1.0)
 
+    def copy_kv(self, request_id: int, first_block: int, *, stop: bool = False) -> KvPart | None:
+        """The KV of a block are its tokens."""
+        self._count_call()
+        with self.telling, self.host.lock:
+            found = [s for s in self.running if s.submission.request_id == request_id and not s.prefilling]
+            if not found:
+                return None
+            (sequence,) = found
+            size = self.config.block_tokens
+            tokens = sequence.computed if stop else sequence.computed // size * size
+            if stop:
+                self.running.remove(sequence)
+                self.host.lock.notify_all()
+            starts = range(first_block * size, tokens, size)
+            blocks = [sequence.tokens[start : min(start + size, tokens)] for start in starts]
+            return KvPart(first_block, tokens, tuple(bytes(block) for block in blocks))
+
+    def hold_kv(self, request_id: int, part: KvPart, *, last: bool = False) -> bool:
+        self._count_call()
+        with self.host.lock:
+            tokens, room = self.carried.get(request_id, ([], 0))
+            gap = len(tokens) < part.first_block * self.config.block_tokens
+            if gap or (len(part.blocks) > self._free_blocks() and not last):
+                return False
+            tokens = [*tokens, *b"".join(part.blocks)]
+            assert len(tokens) == part.tokens
+            self.carried[request_id] = tokens, room + min(len(part.blocks), self._free_blocks())
+            return True
+
+    def forget_kv(self, request_id: int) -> None:
+        with self.host.lock:
+            self.carried.pop(request_id, None)
+
+    def evacuate(self, *, with_kv: bool) -> list[tuple[int, KvPart | None]]:
+        self._count_call()
+        with self.telling, self.host.lock:
+            here = [*self.waiting, *self.running]
+            parts = [self._whole_kv(s) if with_kv and s in self.running and not s.prefilling else None for s in here]
+            self.waiting, self.running = [], []
+            self.host.lock.notify_all()
+            return [(s.submission.request_id, part) for s, part in zip(here, parts, strict=True)]
+
+    def _whole_kv(self, sequence: Sequence_) -> KvPart:
+        size, tokens = self.config.block_tokens, sequence.computed
+        blocks = [sequence.tokens[at : min(at + size, tokens)] for at in range(0, tokens, size)]
+        return KvPart(0, tokens, tuple(bytes(block) for block in blocks))
+
+    def droppable_bytes(self) -> int:
+        return self.host.weight_bytes // 2
+
+    def drop_layers(self) -> Lent:
+        self._count_call()
+        assert not self.has_work, "it has requests"
+        self.asleep = self.dropped = True
+        return Lent(7, {})
+
+    def borrow(self, lent: Sequence[Lent]) -> None:
+        self._count_call()
+        assert len(lent) == len(self.gpus)
+
+    def vacate(self, first_slab: int | None) -> None:
+        self._count_call()
+        self.below = first_slab
+
+    @property
+    def weight_bytes(self) -> int:
+        """That it holds now."""
+        if self.dropped:
+            return self.host.weight_bytes // 2
+        return 0 if self.asleep or not self.alive or self.config.borrows else self.host.weight_bytes
+
+    def _count_call(self) -> None:
+        if self.calls_left is not None:
+            self.calls_left -= 1
+            if self.calls_left < 0:
+                self.calls_left = None
+                self.host.kill(self.id)
+        if not self.alive:
+            raise EngineDied(f"engine {self.id} is dead")
+
     def stats(self, gpu: int | None = None) -> EngineStats:
         with self.host.lock:
             used = self.used_blocks * BLOCK_BYTES
-            weights = 0 if self.asleep or not self.alive else self.host.weight_bytes
-            return EngineStats(used, used, 0, 0, weights, self.steps, self.preemptions, 0, 0, 0)
+            return EngineStats(used, used, 0, 0, self.weight_bytes, self.steps, self.preemptions, 0, 0, 0)
 
     def drain(self, timeout_s: float) -> bool:
         if self.host.step_s is None:
@@ -162,9 +250,11 @@ class FakeEngine:
             if self.fails_to_wake:
                 self.fails_to_wake -= 1
                 raise RuntimeError("no memory for weights")
-            if self.host.free_bytes() < self.host.weight_bytes:
+            if not self.alive:
+                raise EngineDied(f"engine {self.id} is dead")
+            if self.host.free_bytes() < (0 if self.config.borrows else self.host.weight_bytes) - self.weight_bytes:
                 raise RuntimeError("no memory for weights")
-            self.asleep = False
+            self.asleep = self.dropped = False
             return 0.001
 
     # --- how it works ----------------------------------------------------------------------------------------------
@@ -175,7 +265,8 @@ class FakeEngine:
 
     @property
     def used_blocks(self) -> int:
-        return sum(sequence.blocks for sequence in self.running)
+        kept = sum(room for _, room in self.carried.values())
+        return kept + sum(sequence.blocks for sequence in self.running)
 
     def _free_blocks(self) -> int:
         free = self.host.free_bytes() // BLOCK_BYTES
@@ -243,6 +334,9 @@ class FakeEngine:
     def _prefill(self, budget: int) -> int:
         done = 0
         for sequence in [*(s for s in self.running if s.prefilling), *list(self.waiting)]:
+            if (kept := self.carried.pop(sequence.submission.request_id, None)) is not None:
+                assert kept[0] == sequence.tokens[: len(kept[0])], "the KV of other tokens"
+                sequence.computed = len(kept[0])
             chunk = min(budget - done, len(sequence.tokens) - sequence.computed)
             needed = -(-(sequence.computed + chunk) // self.config.block_tokens) - sequence.blocks
             room = sequence in self.running or len(self.running) < self.config.max_sequences
@@ -306,10 +400,10 @@ class FakeHost:
 
     def free_bytes(self) -> int:
         used_blocks = sum(engine.used_blocks for engine in self.engines.values())
-        return self.config.region_bytes - self.weight_bytes * self.awake() - used_blocks * BLOCK_BYTES
+        return self.config.region_bytes - self.weights_now() - used_blocks * BLOCK_BYTES
 
-    def awake(self) -> int:
-        return sum(engine.alive and not engine.asleep for engine in self.engines.values())
+    def weights_now(self) -> int:
+        return sum(engine.weight_bytes for engine in self.engines.values())
 
     def ledger(self, gpu: int | None = None) -> KVLedger:
         with self.lock:
@@ -323,6 +417,7 @@ class FakeHost:
                 self.failing_restarts -= 1
                 raise RuntimeError("it does not start")
             self.engines[engine].alive = True
+            self.engines[engine].asleep = self.engines[engine].dropped = False
             self.engines[engine].silent_s = 0.0
 
     def add(self, engine: EngineConfig) -> int:
@@ -330,10 +425,12 @@ class FakeHost:
             if self.failing_restarts:
                 self.failing_restarts -= 1
                 raise RuntimeError("it does not start")
-            number = max(self.engines) + 1
+            number = max(self.engines, default=-1) + 1
             self.engines = {**self.engines, number: FakeEngine(number, engine, self)}
             self._begin(number)
             return number
+
+    def check(self, engine: EngineConfig) -> None: ...
 
     def remove(self, engine: int) -> None:
         with self.lock:
@@ -359,9 +456,12 @@ class FakeHost:
         with dead.telling:
             with self.lock:
                 lost = tuple(s.submission.request_id for s in [*dead.waiting, *dead.running])
-                dead.alive = False
-                dead.waiting, dead.running = [], []
+                dead.alive = dead.dropped = False
+                dead.waiting, dead.running, dead.carried = [], [], {}
             self.listener.on_died(engine, reason, lost, crashed)
+        if dead.config.keeps is not None:
+            for borrower in [each.id for each in self.engines.values() if each.config.borrows and each.alive]:
+                self.kill(borrower, "its lender died")
 
     def step(self, engine: int) -> bool:
         """One iteration of one engine and its report; False when it had nothing to do."""

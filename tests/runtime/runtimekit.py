@@ -10,14 +10,22 @@ from importlib.util import find_spec
 
 from fake_engines import BLOCK_BYTES, FakeHost
 from fineserve_runtime.bounds import Bounds
-from fineserve_runtime.core import CoreSpec, GpuFacts, ModelFacts, Stay
+from fineserve_runtime.core import CoreSpec, GpuFacts, LayerFacts, LoadFacts, ModelFacts, Stay
 from fineserve_runtime.decisions import Entry
 from fineserve_runtime.driver import Driver
 from fineserve_runtime.engines.api import EngineConfig, HostConfig, Logprobs, Sampling, TinyModel
-from fineserve_runtime.jobs import End, Job, Observer
+from fineserve_runtime.jobs import End, Handover, Job, Observer
 from fineserve_runtime.step_times import MeasuredStep
 
-from fineserve_sim.systems.spec import AdaptiveSpec, DedicatedPlacementSpec, DispatchSpec, ResidencySpec, SchedulerSpec
+from fineserve_sim.systems.spec import (
+    AdaptiveSpec,
+    DedicatedPlacementSpec,
+    DispatchSpec,
+    KunServeDropSpec,
+    LlumnixMigrationSpec,
+    ResidencySpec,
+    SchedulerSpec,
+)
 
 BLOCK_TOKENS = 16
 HANGS_S = 300.0
@@ -46,6 +54,8 @@ def core_spec(
     scheduler: SchedulerSpec | None = None,
     residency: ResidencySpec | None = None,
     dispatch: DispatchSpec | None = None,
+    migration: LlumnixMigrationSpec | None = None,
+    drop: KunServeDropSpec | None = None,
     slo_s: float = 10.0,
     blocks: int = 64,
     weight_bytes: int = 0,
@@ -53,6 +63,7 @@ def core_spec(
     gpus: int = 1,
     max_tokens: int = 512,
     measured: tuple[MeasuredStep, ...] = QUICK,
+    load: LoadFacts | None = None,
 ) -> CoreSpec:
     facts = [
         ModelFacts(
@@ -64,6 +75,7 @@ def core_spec(
             max_tokens=max_tokens,
             block_tokens=BLOCK_TOKENS,
             measured=measured,
+            load=load,
         )
         for model in models
     ]
@@ -72,11 +84,23 @@ def core_spec(
         placement=DedicatedPlacementSpec(),
         residency=residency,
         dispatch=dispatch,
+        migration=migration,
+        drop=drop,
+        layers=drop and _layers(blocks * BLOCK_BYTES, weight_bytes),
         token_budget=64,
         shares_memory=True,
         gpus=tuple(GpuFacts(id=gpu, memory_bytes=blocks * BLOCK_BYTES) for gpu in range(gpus)),
         models=tuple(facts),
         stays=tuple(Stay(model=model, gpus=(gpu,)) for gpu in range(gpus) for model in resident or models),
+    )
+
+
+def _layers(region_bytes: int, weight_bytes: int) -> LayerFacts:
+    """Of two instances that drop half of their weights each."""
+    base_bytes = region_bytes - weight_bytes
+    pair_tokens = (2 * base_bytes + weight_bytes) // BLOCK_BYTES * BLOCK_TOKENS
+    return LayerFacts(
+        layers=2, copy_bytes=weight_bytes, block_bytes=BLOCK_BYTES, base_bytes=base_bytes, pair_tokens=pair_tokens
     )
 
 
@@ -134,6 +158,24 @@ class Runtime:
         return [entry for entry in self.log if entry.get("command") == kind]
 
 
+def _devices(spec: CoreSpec, changes: dict[str, object]) -> list[HostConfig]:
+    engines = tuple(engine_config(model.id, **changes) for model in spec.models)
+    in_region = spec.models[0].weight_bytes > 0
+    return [HostConfig(engines, gpu.memory_bytes, gpus=(gpu.id,), weights_in_region=in_region) for gpu in spec.gpus]
+
+
+def _pair(spec: CoreSpec, changes: dict[str, object]) -> list[HostConfig]:
+    """Two devices with an instance each, and the pipeline over both. Their memory is one here."""
+    name, memory_bytes = spec.models[0].id, sum(gpu.memory_bytes for gpu in spec.gpus)
+    own_bytes = spec.gpus[0].memory_bytes - spec.models[0].weight_bytes
+    engines = (
+        engine_config(name, gpus=(0,), keeps=(0, 1), kv_limit_bytes=own_bytes, **changes),
+        engine_config(name, gpus=(1,), keeps=(1, 2), kv_limit_bytes=own_bytes, **changes),
+        engine_config(name, gpus=(0, 1), stages=2, borrows=True, **changes),
+    )
+    return [HostConfig(engines, memory_bytes, "processes", gpus=(0, 1), weights_in_region=True)]
+
+
 @contextmanager
 def runtime(
     spec: CoreSpec,
@@ -143,6 +185,7 @@ def runtime(
     observers: Sequence[Observer] = (),
     log: Callable[[Entry], None] | None = None,
     on_incident: Callable[[str, dict[str, object]], None] = lambda what, facts: None,
+    handover: Handover = "exchange",
     **changes: object,
 ) -> Iterator[Runtime]:
     entries: list[Entry] = []
@@ -155,16 +198,16 @@ def runtime(
     driver = Driver(
         spec,
         bounds=bounds,
+        handover=handover,
         log=log or entries.append,
         observers=observers,
         on_incident=incident,
     )
     weights = spec.models[0].weight_bytes
     hosts = {}
-    for gpu in spec.gpus:
-        engines = tuple(engine_config(model.id, **changes) for model in spec.models)
-        config = HostConfig(engines, gpu.memory_bytes, gpus=(gpu.id,), weights_in_region=weights > 0)
-        hosts[gpu.id] = FakeHost(config, driver.listener(gpu.id), weight_bytes=weights, step_s=step_s)
+    for config in _pair(spec, changes) if spec.drop else _devices(spec, changes):
+        gpu = config.gpus[0]
+        hosts[gpu] = FakeHost(config, driver.listener(gpu), weight_bytes=weights, step_s=step_s)
     driver.start(hosts)
     try:
         yield Runtime(driver, hosts, entries, incidents)

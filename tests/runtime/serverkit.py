@@ -57,6 +57,22 @@ class Served:
 
 
 @contextmanager
+def listening(service: Service, drain_s: float = 5, tls: Tls | None = None) -> Iterator[tuple[str, DrainingServer]]:
+    """The service on a port of its own: its address."""
+    server, bound = DrainingServer(service, drain_s, tls), bind("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([bound],))
+    thread.start()
+    try:
+        eventually(lambda: server.started)
+        yield f"{'https' if tls else 'http'}://127.0.0.1:{bound.getsockname()[1]}", server
+    finally:
+        server.should_exit = True
+        thread.join()
+        service.close()
+        bound.close()
+
+
+@contextmanager
 def served(
     spec: CoreSpec | None = None,
     *,
@@ -93,17 +109,5 @@ def served(
             limits=limits or HttpLimits(),
             admin_secret=admin_secret,
         )
-        server = DrainingServer(service, drain_s, tls)
-        bound = bind("127.0.0.1", 0)
-        thread = threading.Thread(target=server.run, args=([bound],))
-        thread.start()
-        try:
-            eventually(lambda: server.started)
-            yield Served(
-                f"{'https' if tls else 'http'}://127.0.0.1:{bound.getsockname()[1]}", here, service, server, logged
-            )
-        finally:
-            server.should_exit = True
-            thread.join()
-            service.close()
-            bound.close()
+        with listening(service, drain_s, tls) as (url, server):
+            yield Served(url, here, service, server, logged)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from filekit import write_file
 from fineserve_runtime import config as runtime_config
 from fineserve_runtime.config import load_file
@@ -199,7 +200,6 @@ def test_systems_that_engines_cannot_play_are_refused(tmp_path: Path) -> None:
     file = write_file(tmp_path)
     prism = "{base: fineserve, name: p, residency: {policy: prism}}"
     for item, problem in (
-        ("{base: fineserve, name: p, memory: {policy: kvcached}}", "memory kvcached is simulated only"),
         (prism, "evicts models: set it to true"),
         ("clairvoyant", "clairvoyant: a bound, not a scheduler"),
     ):
@@ -207,6 +207,31 @@ def test_systems_that_engines_cannot_play_are_refused(tmp_path: Path) -> None:
             load_file(file, [("systems", f"[{item}]")])
     loaded = load_file(file, [("systems", f"[{prism}]"), ("runtime.weights_in_region", "true")])
     assert served_scenario(loaded, None).system.name == "p"
+
+
+@pytest.mark.parametrize(
+    ("memory", "change", "problem"),
+    [
+        ("kvcached, page_bytes: 5000", None, "5000 bytes are no multiple of the 4096 of the system's pages"),
+        ("kvcached", ("runtime.backend", "cuda"), "memory kvcached is served by backend cpu"),
+        ("vtensor", ("models.0.tp", "2"), r"memory vtensor is served for models on one device each \(tp: 1"),
+        ("vtensor, chunk_bytes: 8192", ("engine.block_tokens", "96"), "chunks of 8192 bytes .*a multiple of the 6144"),
+        ("contiguous", ("runtime.models.tiny-fp8.prefix_caching", "true"), "keeps no prefixes; .* of tiny-fp8 out"),
+    ],
+)
+def test_memories_that_an_engine_cannot_have_are_refused(
+    tmp_path: Path, memory: str, change: tuple[str, str] | None, problem: str
+) -> None:
+    file = write_file(tmp_path)
+    system = ("systems", f"[{{base: fineserve, name: p, memory: {{policy: {memory}}}}}]")
+    with pytest.raises(ConfigError, match=rf"systems.0: p: .*{problem}"):
+        load_file(file, [("cluster.count", "2"), system, *([change] if change else [])])
+
+
+@pytest.mark.parametrize("system", ["kvcached", "muxserve++", "flexinfer", "native", "prism", "qlm", "drifting"])
+def test_the_systems_with_other_memories_are_served(tmp_path: Path, system: str) -> None:
+    file = load_file(write_file(tmp_path), [("systems", f"['{system}']"), ("runtime.weights_in_region", "true")])
+    assert served_scenario(file, None).system.name == system
 
 
 def test_what_is_simulated_alone_is_refused(tmp_path: Path) -> None:
@@ -219,6 +244,25 @@ def test_what_is_simulated_alone_is_refused(tmp_path: Path) -> None:
     file.write_text(text.replace("precision: W16A16", drafts, 1), encoding="utf-8")
     with pytest.raises(ConfigError, match=r"models\.0\.speculative: simulated only"):
         load_file(file)
+
+
+def test_kv_is_copied_out_of_engines_of_one_stage_on_cpus(tmp_path: Path) -> None:
+    """Of one model: the file's second one goes."""
+    file = write_file(tmp_path)
+    document = yaml.safe_load(file.read_text(encoding="utf-8"))
+    first = document["models"][0]
+    document["models"], document["cluster"]["count"] = [first], 2
+    document["runtime"]["models"] = {first["id"]: document["runtime"]["models"][first["id"]]}
+    file.write_text(yaml.safe_dump(document), encoding="utf-8")
+    for system in ("llumnix", "infercept"):
+        systems = ("systems", f"[{system}]")
+        assert served_scenario(load_file(file, [systems]), None).system.name == system
+        with pytest.raises(ConfigError, match=f"{system}: KV is copied between engines of this machine"):
+            load_file(file, [systems, ("runtime.backend", "cuda")])
+        with pytest.raises(ConfigError, match=f"{system}: KV is copied between engines of this machine"):
+            load_file(file, [systems, ("runtime.cluster", "ray")])
+        with pytest.raises(ConfigError, match=f"{system}: KV is not copied out of pipelines"):
+            load_file(file, [systems, ("models.0.tp", "2"), (f"runtime.models.{first['id']}.stages", "2")])
 
 
 def test_ranks_that_step_together_are_refused(tmp_path: Path) -> None:

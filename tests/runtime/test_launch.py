@@ -174,13 +174,34 @@ def test_pairs_of_instances_are_pipelines_of_one_engine_each(tmp_path: Path) -> 
         hosts_of(load_file(tmp_path / "file.yaml", [*changes, ("cluster.count", "3")]))
 
 
+def test_kunserve_has_two_instances_and_the_pipeline_over_both_on_one_host(tmp_path: Path) -> None:
+    """Each instance keeps the layers that the other drops."""
+    changes = [*REPLICAS, ("cluster.count", "2"), ("systems", "[kunserve]"), ("runtime.weights_in_region", "true")]
+    (host,) = hosts_of(load_file(write_file(tmp_path), changes))
+    shapes = [(engine.gpus, engine.stages, engine.keeps, engine.borrows) for engine in host.engines]
+    assert shapes == [((0,), 1, (0, 1), False), ((1,), 1, (1, 2), False), ((0, 1), 2, None, True)]
+    assert {engine.lookahead for engine in host.engines} == {"balanced"}
+    assert (host.gpus, host.mode) == ((0, 1), "processes")
+
+
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        (
-            ("systems", "[{base: vllm-pp, name: p, execution: {microbatches: lookahead}}]"),
-            "lookahead are simulated only",
-        ),
+        (("cluster.count", "4"), "in pairs: two devices, tp: 1, stages: 1"),
+        (("runtime.weights_in_region", "false"), "kunserve drops layers: set it to true"),
+        (("runtime.backend", "cuda"), "is served by backend cpu, mode processes"),
+        (("runtime.mode", "in_process"), "is served by backend cpu, mode processes"),
+    ],
+)
+def test_drops_that_engines_cannot_do_are_refused(change: tuple[str, str], problem: str, tmp_path: Path) -> None:
+    changes = [*REPLICAS, ("cluster.count", "2"), ("systems", "[kunserve]"), ("runtime.weights_in_region", "true")]
+    with pytest.raises(ConfigError, match=problem):
+        load_file(write_file(tmp_path), [*changes, change])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
         (("runtime.models.m.stages", "2"), "do not divide into the 2 stages"),
         (("runtime.mode", "in_process"), "is served by backend cpu, mode processes"),
         (

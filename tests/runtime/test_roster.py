@@ -22,9 +22,8 @@ from fineserve_runtime.logs import EventLog
 from fineserve_runtime.metrics import Metrics
 from fineserve_runtime.replay_log import replay
 from fineserve_runtime.serve import _service, served_scenario
-from fineserve_runtime.server.serving import DrainingServer, bind
 from runtimekit import HANGS_S, eventually
-from serverkit import ByteTokenizer
+from serverkit import ByteTokenizer, listening
 from typer.testing import CliRunner
 
 PRISM = "[{base: fineserve, name: p, residency: {policy: prism, tick_s: 0.05}}]"
@@ -94,17 +93,8 @@ def serving(
     metrics, log, decisions = Metrics(model.id for model in scenario.models), EventLog(), list[dict[str, Any]]()
     with launch(file, scenario, log=decisions.append, observers=(metrics,), start=start) as running:
         service = _service(file, scenario, running, metrics, log, lambda folder: ByteTokenizer(), {})
-        server, bound = DrainingServer(service, 5), bind("127.0.0.1", 0)
-        thread = threading.Thread(target=server.run, args=([bound],))
-        thread.start()
-        try:
-            eventually(lambda: server.started)
-            yield Here(f"http://127.0.0.1:{bound.getsockname()[1]}", running, decisions)
-        finally:
-            server.should_exit = True
-            thread.join()
-            service.close()
-            bound.close()
+        with listening(service) as (url, _):
+            yield Here(url, running, decisions)
     log.close()
 
 

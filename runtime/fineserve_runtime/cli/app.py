@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fineserve_runtime import __version__
-from fineserve_runtime.cli import check, demo, model, replay, serve, steps, top
+from fineserve_runtime.cli import check, demo, model, replay, serve, steps, top, whatif
 from fineserve_sim.cli.program import program
 
 app = program(
@@ -17,5 +17,7 @@ app.command()(replay.replay)
 app.command()(steps.steps)
 app.command()(top.top)
 app.command()(model.model)
+app.command()(whatif.whatif)
+app.command()(whatif.plan)
 app.command()(check.check)
 app.command()(demo.demo)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple, Protocol
 
+from fineserve_sim.policy.groups.microbatch import LookaheadMode
 from fineserve_sim.policy.interfaces import EngineState, KVLedger
 
 Mode = Literal["in_process", "processes"]
@@ -51,6 +52,10 @@ class EngineConfig:
     ``gpus`` are those of its host that hold the engine's ranks, one each, in vLLM's order; by default the host's first. They
     split each layer (tensor parallelism), or with ``stages`` the layers into so many consecutive parts (pipeline parallelism),
     each of which ``len(gpus) / stages`` of them split. ``embeds``: it answers prompts with vectors, not with text.
+    ``swaps``: what it preempts keeps its KV in host memory.
+    ``keeps``: the layers (from, to) that stay when it drops the others. ``borrows``: it has no weights of its own; engines of
+    the same model lend it theirs, one on each of its devices. ``lookahead``: prompts are cut into microbatches
+    by the core's former, not by token count.
     """
 
     name: str
@@ -67,6 +72,21 @@ class EngineConfig:
     gpus: tuple[int, ...] = ()
     stages: int = 1
     embeds: bool = False
+    swaps: bool = False
+    keeps: tuple[int, int] | None = None
+    borrows: bool = False
+    lookahead: LookaheadMode | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Paging:
+    """KV memory mapped page by page (pages.py): a page has ``slab_bytes`` in each tensor of an engine, K and V of each layer.
+    A thread keeps ``ahead[0]`` of its pages mapped ahead of need, and emptied ones stay mapped up to ``ahead[1]``; with (0, 0)
+    there is no thread. ``batched``: one call for a page that is in one piece."""
+
+    slab_bytes: int
+    ahead: tuple[int, int] = (0, 0)
+    batched: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +96,9 @@ class HostConfig:
     Each has a region of its own in the shared files ``<region_dir>/fineserve-<region_name><gpu>.{kv,table}``: a second host on
     the same name is refused. ``region_bytes`` (of each) covers KV and, with ``weights_in_region``, weights (only then can
     engines sleep).
-    ``slab_multiple`` is the paper's k: a slab is so many times the least common multiple of the block sizes. ``poison_freed``
+    ``slab_multiple`` is the paper's k: a slab is so many times the least common multiple of the block sizes. With ``paging``,
+    slabs are the physical pages behind engines' own address spaces. ``contiguous``: every sequence gets room for
+    ``max_model_len`` tokens in one piece. ``poison_freed``
     fills every slab that is given back with 0xFF (tests, debugging). A device on another machine that gives no sign of life
     for ``silent_s`` is ended, be it while its engines start.
     """
@@ -89,6 +111,8 @@ class HostConfig:
     gpus: tuple[int, ...] = (0,)
     region_dir: Path = Path("/dev/shm")
     slab_multiple: int = 1
+    paging: Paging | None = None
+    contiguous: bool = False
     weights_in_region: bool = False
     poison_freed: bool = False
     silent_s: float = 60.0
@@ -138,6 +162,22 @@ class Submission:
     priority: int = 0
 
 
+class Lent(NamedTuple):
+    """What an engine that dropped layers lends: the first byte in its region of each tensor that it kept. From slab
+    ``freed_from`` on it gave up slabs, which KV takes last."""
+
+    freed_from: int
+    first_bytes: dict[str, int]
+
+
+class KvPart(NamedTuple):
+    """KV of a sequence of which ``tokens`` are computed: the bytes of each of its ``blocks`` from ``first_block`` on."""
+
+    first_block: int
+    tokens: int
+    blocks: tuple[bytes, ...]
+
+
 Logprobs = tuple[tuple[int, float], ...]
 """Log probabilities at one place of the output: the token that was taken, then the likeliest ones."""
 
@@ -180,7 +220,8 @@ class EngineStats(NamedTuple):
 
     Bytes of the region: those that the engine leases, those of blocks in use, those in its partly used slabs, those of idle
     cached prefixes (evictable), and those of weights. Counters are since the start. ``prefix_queries`` are prompt tokens that
-    were looked up in the cache, ``prefix_hits`` those that were there."""
+    were looked up in the cache, ``prefix_hits`` those that were there. Where memory is mapped page by page: ``spare_bytes`` of
+    pages that are mapped ahead and free, how many were mapped and unmapped, and the seconds that all of it took."""
 
     leased_bytes: int
     used_bytes: int
@@ -194,6 +235,11 @@ class EngineStats(NamedTuple):
     blocks_zeroed: int
     prefix_queries: int = 0
     prefix_hits: int = 0
+    spare_bytes: int = 0
+    pages_mapped: int = 0
+    map_s: float = 0.0
+    pages_unmapped: int = 0
+    unmap_s: float = 0.0
 
 
 class EngineListener(Protocol):
@@ -270,6 +316,46 @@ class EngineHandle(Protocol):
         """The figures of the rank on ``gpu``, by default the first."""
         ...
 
+    def copy_kv(self, request_id: int, first_block: int, *, stop: bool = False) -> KvPart | None:
+        """The KV of a request that decodes, at the end of a step: its full blocks from ``first_block`` on. With ``stop`` it
+        leaves the engine, and the block that is not full comes along. None, and nothing done, for one that does not decode. The
+        listener has heard of all tokens that came before. Raises EngineDied and RuntimeError. Do not call it from a listener.
+        """
+        ...
+
+    def hold_kv(self, request_id: int, part: KvPart, *, last: bool = False) -> bool:
+        """Keep KV of a request that is to come here, and room for it. The request uses it when it is submitted. False, and
+        nothing kept, when there is no room, or when the parts before it are gone with a former life of the engine. The ``last``
+        part needs no room. Raises and is called as ``copy_kv``."""
+        ...
+
+    def forget_kv(self, request_id: int) -> None:
+        """The request will not come. Does not wait."""
+        ...
+
+    def evacuate(self, *, with_kv: bool) -> list[tuple[int, KvPart | None]]:
+        """All requests leave the engine at the end of a step: their ids, and the KV of each that decodes, where it is wanted.
+        Raises and is called as ``copy_kv``."""
+        ...
+
+    def droppable_bytes(self) -> int:
+        """The bytes of the slabs that ``drop_layers`` frees. Raises and is called as ``sleep``."""
+        ...
+
+    def drop_layers(self) -> Lent:
+        """The engine, which has no requests, gives up the layers that it does not keep, and counts as asleep. ``wake`` brings
+        them back. Raises and is called as ``sleep``."""
+        ...
+
+    def borrow(self, lent: Sequence[Lent]) -> None:
+        """Before an engine that borrows wakes: what is lent on each of its devices. Raises and is called as ``sleep``."""
+        ...
+
+    def vacate(self, first_slab: int | None) -> None:
+        """Hold no KV from this slab on, until this is called again; None: everywhere. Requests there go on elsewhere with
+        their KV. Raises and is called as ``sleep``."""
+        ...
+
     def drain(self, timeout_s: float) -> bool:
         """Wait until no request is left and the listener has heard all; False when time ran out. Do not call it from a
         listener."""
@@ -315,6 +401,10 @@ class EngineHost(Protocol):
     def add(self, engine: EngineConfig) -> int:
         """Start one more engine beside those that serve; its id. Raises ValueError for one that cannot work here, RuntimeError
         where it does not start, or has no room now; nothing is left behind then. Do not call it from a listener."""
+        ...
+
+    def check(self, engine: EngineConfig) -> None:
+        """Raises ValueError for an engine that ``add`` would never take."""
         ...
 
     def remove(self, engine: int) -> None:

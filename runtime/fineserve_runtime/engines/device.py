@@ -19,6 +19,7 @@ from fineserve_runtime.engines.figures import TableFigures
 from fineserve_runtime.engines.links import Link, ProcessLink, Receive, ThreadLink
 from fineserve_runtime.engines.loop import Build, Died, EngineCommand, Message
 from fineserve_runtime.engines.model_files import eos_token_ids, kv_geometry, read_config
+from fineserve_runtime.engines.pages import check_pages, pages_of
 from fineserve_runtime.engines.process import BuildCore, build_slab_core, main
 from fineserve_runtime.engines.ranks import end_rank
 from fineserve_runtime.engines.region import CpuRegion, Region, RegionLock, RegionPaths
@@ -26,7 +27,7 @@ from fineserve_runtime.engines.settings import SlabSettings
 from fineserve_runtime.engines.table import MAX_ENGINES, SlabTable, lock_holder
 from fineserve_runtime.engines.vllm_engine import prepare_environment
 from fineserve_sim.policy.interfaces import KVLedger
-from fineserve_sim.policy.memory.geometry import SlabPlan, plan_slabs
+from fineserve_sim.policy.memory.geometry import KVGeometry, SlabPlan, plan_slabs
 
 _LOG = logging.getLogger("fineserve.engines")
 
@@ -114,8 +115,11 @@ SPARE_ENGINES = 16
 
 
 class _Engine(NamedTuple):
+    """``tensors``: the slabs of its pages, where its memory is mapped page by page."""
+
     config: EngineConfig
     facts: EngineFacts
+    tensors: int
 
 
 class LocalDevice:
@@ -133,7 +137,9 @@ class LocalDevice:
         self._build = build
         self._links: dict[int, Link] = {}
         engines = tuple(_engine_facts(engine, config) for engine in config.engines)
-        plan = plan_slabs([facts.block_bytes for facts in engines], multiple=config.slab_multiple)
+        plan = _slab_plan(config, engines)
+        for engine, facts in zip(config.engines, engines, strict=True):
+            _check_fits(config, plan.slab_bytes, engine, facts)
         self._memory = _create_memory(config, plan)
         first = self._memory[config.gpus[0]]
         self._shape = first.table.header
@@ -169,11 +175,7 @@ class LocalDevice:
     def add(self, engine: EngineConfig) -> tuple[int, EngineFacts]:
         header = self._shape
         facts = _engine_facts(engine, self._config)
-        if header.slab_bytes % facts.block_bytes and header.slab_bytes < 2 * facts.block_bytes:
-            raise ValueError(
-                f"{engine.name}: its KV blocks of {facts.block_bytes} bytes do not fit in slabs of {header.slab_bytes}; "
-                "a larger memory.slab_multiple of the system makes larger ones"
-            )
+        _check_fits(self._config, header.slab_bytes, engine, facts)
         number = next((each for each in range(header.engines) if each not in self._engines), None)
         if number is None:
             raise ValueError(f"{engine.name}: {header.engines} engines are as many as this device was started for")
@@ -230,8 +232,10 @@ class LocalDevice:
         header = self._shape
         total = self._config.region_bytes
         here = [self._figures[number] for number, each in self._engines.items() if gpu in each.facts.gpus]
-        stranded = sum(figures.stats(gpu).stranded_bytes for figures in here)
-        free = self._memory[gpu].table.free_slabs() * header.slab_bytes
+        stats = [figures.stats(gpu) for figures in here]
+        stranded = sum(each.stranded_bytes for each in stats)
+        spare = sum(each.spare_bytes for each in stats)
+        free = self._memory[gpu].table.free_slabs() * header.slab_bytes + spare
         lost = total - (header.slab_count - header.reserved_slabs) * header.slab_bytes
         return KVLedger(total, total - stranded - free - lost, stranded, free, lost)
 
@@ -254,15 +258,19 @@ class LocalDevice:
 
     def _take_in(self, number: int, engine: EngineConfig, facts: EngineFacts) -> None:
         tables = {gpu: self._memory[gpu].table for gpu in facts.gpus}
-        self._figures[number] = TableFigures(tables, number, engine, facts.block_bytes)
-        self._engines = self._engines | {number: _Engine(engine, facts)}
+        tensors = _tensors(self._config, engine, facts)
+        self._figures[number] = TableFigures(tables, number, engine, facts.block_bytes, tensors)
+        self._engines = self._engines | {number: _Engine(engine, facts, tensors)}
 
     def _arguments(self, number: int) -> tuple[Any, ...]:
         """What ``build`` takes."""
-        engine, facts = self._engines[number]
+        engine, facts, tensors = self._engines[number]
         region_bytes = self._shape.slab_count * self._shape.slab_bytes
         settings = self._settings(number)
-        return (engine, facts.model_dir, settings, region_bytes, facts.eos_token_ids)
+        kv_bytes = region_bytes
+        if settings.paging is not None:
+            kv_bytes = pages_of(self._shape, tensors) * tensors * self._shape.slab_bytes
+        return (engine, facts.model_dir, settings, kv_bytes, facts.eos_token_ids)
 
     def _settings(self, number: int) -> SlabSettings:
         config = self._config
@@ -278,6 +286,13 @@ class LocalDevice:
             poison_freed=config.poison_freed,
             weights_in_region=config.weights_in_region,
             peers=tuple(ranks[1:]),
+            swaps=self._engines[number].config.swaps,
+            keeps=self._engines[number].config.keeps,
+            borrows=self._engines[number].config.borrows,
+            lookahead=self._engines[number].config.lookahead,
+            paging=config.paging,
+            tensors=self._engines[number].tensors,
+            contiguous=config.contiguous,
         )
 
     def _memory_of(self, number: int) -> list[_Memory]:
@@ -290,12 +305,27 @@ class LocalDevice:
         self._links[number] = link
 
     def _receive(self, message: Message) -> None:
-        """A dead engine's slabs are free before its death is told, unless a rank of it may still write into them."""
+        """A dead engine's slabs are free before its death is told, unless a rank of it may still write into them. Ranks that
+        read its weights end before."""
+        if isinstance(message, Died):
+            for borrower in self._borrowers(message.engine):
+                self._end_ranks(borrower)
         if isinstance(message, Died) and self._end_ranks(message.engine):
             for memory in self._memory_of(message.engine):
                 with memory.table.lock():
                     memory.table.reclaim(message.engine)
         self._deliver(message)
+
+    def _borrowers(self, number: int) -> list[int]:
+        """The engines whose weights may be those of this one."""
+        lender = self._engines[number]
+        if lender.config.keeps is None:
+            return []
+        return [
+            other
+            for other, each in self._engines.items()
+            if each.config.borrows and each.config.name == lender.config.name
+        ]
 
     def _end_ranks(self, number: int) -> bool:
         """Kill the ranks of an engine. False when one is still there; the log has a line then."""
@@ -347,9 +377,52 @@ def _engine_facts(engine: EngineConfig, host: HostConfig) -> EngineFacts:
         raise ValueError(
             f"{engine.name}: engines of several devices need mode 'processes', and are served on CPUs alone"
         )
+    if host.paging is not None and (len(gpus) > 1 or host.device == "cuda"):
+        raise ValueError(f"{engine.name}: KV memory is mapped page by page for engines on one CPU alone")
     folder = model_folder(engine, host.cache_dir)
-    config = read_config(folder)
-    return EngineFacts(folder, eos_token_ids(folder, config), kv_geometry(config, engine).block_bytes, gpus)
+    return EngineFacts(folder, eos_token_ids(folder, read_config(folder)), _geometry(engine, folder).block_bytes, gpus)
+
+
+def _geometry(engine: EngineConfig, folder: Path) -> KVGeometry:
+    return kv_geometry(read_config(folder), engine)
+
+
+def _slab_plan(config: HostConfig, engines: Sequence[EngineFacts]) -> SlabPlan:
+    """Slabs that hold the blocks of all engines, or whole sequences of them; or the physical pages."""
+    if config.paging is not None:
+        return SlabPlan(config.paging.slab_bytes, (config.paging.slab_bytes,))
+    if not config.contiguous:
+        return plan_slabs([facts.block_bytes for facts in engines], multiple=config.slab_multiple)
+    longest = zip(map(_longest_blocks, config.engines), engines, strict=True)
+    return plan_slabs([blocks * facts.block_bytes for blocks, facts in longest], multiple=config.slab_multiple)
+
+
+def _longest_blocks(engine: EngineConfig) -> int:
+    """Blocks of the longest sequence."""
+    return -(-engine.max_model_len // engine.block_tokens)
+
+
+def _tensors(config: HostConfig, engine: EngineConfig, facts: EngineFacts) -> int:
+    """The slabs that the engine takes at a time: of a page one for K and V of each layer."""
+    return 1 if config.paging is None else 2 * _geometry(engine, facts.model_dir).layers
+
+
+def _check_fits(config: HostConfig, slab_bytes: int, engine: EngineConfig, facts: EngineFacts) -> None:
+    """Raises ValueError for an engine whose blocks do not fit into the slabs, or pages, of the device."""
+    block_bytes, tensors = facts.block_bytes, _tensors(config, engine, facts)
+    sequence_bytes = _longest_blocks(engine) * block_bytes
+    if config.contiguous and slab_bytes % sequence_bytes:
+        raise ValueError(
+            f"{engine.name}: {sequence_bytes} bytes for a whole sequence do not divide slabs of {slab_bytes}; give the "
+            "models of a device one max_model_len, or a device each"
+        )
+    unit_bytes = tensors * slab_bytes
+    if unit_bytes % block_bytes and unit_bytes < 2 * block_bytes:
+        what, larger = ("slabs", "slab_multiple") if config.paging is None else (f"{tensors} pages", "page_bytes")
+        raise ValueError(
+            f"{engine.name}: its KV blocks of {block_bytes} bytes do not fit in {what} of {slab_bytes}; "
+            f"a larger memory.{larger} of the system makes larger ones"
+        )
 
 
 def _create_memory(config: HostConfig, plan: SlabPlan) -> dict[int, _Memory]:
@@ -367,12 +440,17 @@ def _create_memory(config: HostConfig, plan: SlabPlan) -> dict[int, _Memory]:
 
 def _create_region(config: HostConfig, paths: RegionPaths, plan: SlabPlan) -> tuple[Region, SlabTable]:
     slab_count = config.region_bytes // plan.slab_bytes
+    reserved = 1
+    if config.paging is not None:
+        reserved = 0  # null blocks lie in page 0 of each engine, which is no slab
+        check_pages(slab_count)
+    elif config.contiguous and config.device == "cpu":
+        slab_count += 1  # null blocks need no room for a sequence; of a file, what is never written is not there
     region_bytes = slab_count * plan.slab_bytes
     if config.device == "cpu":
         _check_space(config.region_dir, region_bytes * len(config.gpus))
-    table = SlabTable.create(
-        paths.table, slab_count, plan.slab_bytes, min(MAX_ENGINES, len(config.engines) + SPARE_ENGINES)
-    )
+    engines = min(MAX_ENGINES, len(config.engines) + SPARE_ENGINES)
+    table = SlabTable.create(paths.table, slab_count, plan.slab_bytes, engines, reserved)
     if config.device == "cuda":
         from fineserve_runtime.engines.torch_region import CudaRegion
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Literal
+from typing import Any
 
-from fineserve_runtime.engines.api import EngineConfig, EngineDied, EngineStats, StepReport, Submission
+from fineserve_runtime.engines.api import EngineConfig, EngineDied, EngineStats, KvPart, Lent, StepReport, Submission
 from fineserve_runtime.engines.device import Device, EngineFacts
-from fineserve_runtime.engines.loop import Abort, Call, EngineCommand, Remove, Reply, Stepped, Submit
+from fineserve_runtime.engines.loop import Abort, Call, EngineCommand, Method, Remove, Reply, Stepped, Submit
 from fineserve_sim.policy.interfaces import EngineState
 
 CALL_S = 120.0
@@ -33,7 +34,7 @@ class Handle:
         self._base = EngineState(0, 0, 0, config.max_sequences, 0, 1.0)
         self._pending: dict[int, Submission] = {}  # by number of the command, until a report takes it into account
         self._unfinished: set[int] = set()
-        self._calls: dict[int, Future[float]] = {}
+        self._calls: dict[int, Future[Any]] = {}
         self._tickets = itertools.count()
         self._heard_s = time.monotonic()
 
@@ -94,18 +95,58 @@ class Handle:
                 return 0.0
             self._check_usable()
             self.asleep = True
+        started_s = time.monotonic()
         try:
-            return self._call("sleep")
+            self._call("sleep")
         except RuntimeError:
             self.asleep = False
             raise
+        return time.monotonic() - started_s
 
     def wake(self) -> float:
         if not self.asleep:
             return 0.0
-        seconds = self._call("wake")
+        started_s = time.monotonic()
+        self._call("wake")
         self.asleep = False
-        return seconds
+        return time.monotonic() - started_s
+
+    def copy_kv(self, request_id: int, first_block: int, *, stop: bool = False) -> KvPart | None:
+        part: KvPart | None = self._call("copy_kv", request_id, first_block, stop)
+        if stop and part is not None:
+            with self._changed:
+                self._unfinished.discard(request_id)
+                self._changed.notify_all()
+        return part
+
+    def hold_kv(self, request_id: int, part: KvPart, *, last: bool = False) -> bool:
+        return bool(self._call("hold_kv", request_id, part, last))
+
+    def forget_kv(self, request_id: int) -> None:
+        with self._changed:
+            if self.alive:
+                self._send(Call(self.id, next(self._tickets), "forget_kv", (request_id,)))
+
+    def evacuate(self, *, with_kv: bool) -> list[tuple[int, KvPart | None]]:
+        found: list[tuple[int, KvPart | None]] = self._call("evacuate", with_kv)
+        with self._changed:
+            self._unfinished -= {request_id for request_id, _ in found}
+            self._changed.notify_all()
+        return found
+
+    def droppable_bytes(self) -> int:
+        return int(self._call("droppable_bytes"))
+
+    def drop_layers(self) -> Lent:
+        lent: Lent = self._call("drop_layers")
+        self.asleep = True
+        return lent
+
+    def borrow(self, lent: Sequence[Lent]) -> None:
+        self._call("borrow", tuple(lent))
+
+    def vacate(self, first_slab: int | None) -> None:
+        self._call("vacate", first_slab)
 
     # --- what the host does ------------------------------------------------------------------------------------------
 
@@ -120,9 +161,7 @@ class Handle:
 
     def on_stepped(self, message: Stepped) -> None:
         with self._changed:
-            self._base = message.report.state
-            for number in [number for number in self._pending if number <= message.seen]:
-                del self._pending[number]
+            self._note(message.report.state, message.seen)
 
     def on_told(self, report: StepReport) -> None:
         """The listener has heard of this step. What ended in it is left until then: who drains waits for all that is said,
@@ -136,9 +175,10 @@ class Handle:
 
     def on_reply(self, reply: Reply) -> None:
         with self._changed:
+            self._note(reply.state, reply.seen)
             future = self._calls.pop(reply.ticket, None)
         if future is not None and reply.error is None:
-            future.set_result(reply.seconds)
+            future.set_result(reply.value)
         elif future is not None:
             future.set_exception(RuntimeError(reply.error))
 
@@ -185,17 +225,20 @@ class Handle:
         self._device.send(command)
         return self._sent
 
-    def _call(self, method: Literal["sleep", "wake"]) -> float:
-        future: Future[float] = Future()
+    def _note(self, state: EngineState, seen: int) -> None:
+        """The engine's state, which takes its first ``seen`` commands into account."""
+        self._base = state
+        self._pending = {number: item for number, item in self._pending.items() if number > seen}
+
+    def _call(self, method: Method, *arguments: Any) -> Any:
+        future: Future[Any] = Future()
         with self._changed:
             if self.death is not None:
                 raise EngineDied(f"{self.config.name}: {self.death}")
             ticket = next(self._tickets)
             self._calls[ticket] = future
-            self._send(Call(self.id, ticket, method))
-        started_s = time.monotonic()
+            self._send(Call(self.id, ticket, method, arguments))
         try:
-            future.result(CALL_S)
+            return future.result(CALL_S)
         except TimeoutError:
             raise RuntimeError(f"{self.config.name}: no answer to {method} in {CALL_S:g} s") from None
-        return time.monotonic() - started_s

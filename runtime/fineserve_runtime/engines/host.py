@@ -107,6 +107,13 @@ class Host:
             raise
         return number
 
+    def check(self, engine: EngineConfig) -> None:
+        number, facts = self._device.add(engine)
+        try:
+            self._check_capacity(Handle(number, engine, facts, self._device))
+        finally:
+            self._device.forget(number)
+
     def remove(self, engine: int) -> None:
         handle = self._handles[engine]
         handle.leaves()

@@ -1,5 +1,7 @@
 """One engine's KV blocks: slabs leased from the owner table, blocks inside them kept by the core's `KVSlabManager`.
 
+Where memory is mapped, pages stand for slabs (backing.py).
+
 **Why leases.** Every step of every engine takes and frees blocks. Were the manager's whole state shared, each of these would
 lock and rewrite it; a server in the middle would cost a round trip a step. What must be agreed on across processes is only who
 owns a slab, one byte of the table. So each engine keeps a manager of its own, over the whole region. A second owner in it, the
@@ -24,9 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from fineserve_runtime.engines.ranks import RankTables
-from fineserve_runtime.engines.region import Region
-from fineserve_runtime.engines.table import SlabTable
+from fineserve_runtime.engines.backing import Backing, SlabBacking
 from fineserve_sim.policy.memory.geometry import SlabPlan
 from fineserve_sim.policy.memory.slab import KVSlabManager
 
@@ -35,45 +35,32 @@ POISON = 0xFF
 
 
 class SlabLease:
-    """The KV memory of engine ``engine``. Block ids count over the whole region, block 0 is in a reserved slab.
+    """The KV memory of engine ``engine``, in units of ``backing``: slabs, or pages in their place (pages.py). Block ids count
+    over all units, block 0 is in a reserved one. ``poison_freed`` overwrites every unit before it goes back.
 
-    ``limit_slabs`` bounds what is leased at a time. ``poison_freed`` overwrites every slab before it goes back.
     Not for several threads; other engines' instances may be used at the same time.
     """
 
-    def __init__(
-        self,
-        table: SlabTable | RankTables,
-        region: Region,
-        engine: int,
-        block_bytes: int,
-        *,
-        limit_slabs: int | None = None,
-        poison_freed: bool = False,
-    ) -> None:
-        header = table.header
+    def __init__(self, backing: Backing, engine: int, block_bytes: int, *, poison_freed: bool = False) -> None:
+        unit_bytes = backing.unit_bytes
         self.block_bytes = block_bytes
-        self.slab_bytes = header.slab_bytes
-        self._table = table
-        self._region = region
+        self._backing = backing
+        self._table = backing.table
         self._engine = engine
-        self.counters = table.counters[engine]
+        self.counters = self._table.counters[engine]
         self._poison = poison_freed
-        self._plan = SlabPlan(header.slab_bytes, tuple(sorted({block_bytes, header.slab_bytes})))
-        self._blocks_per_slab = self._plan.least_blocks(block_bytes)
+        self._plan = SlabPlan(unit_bytes, tuple(sorted({block_bytes, unit_bytes})))
+        self._blocks_per_unit = self._plan.least_blocks(block_bytes)
         self._manager = KVSlabManager(
-            header.slab_count * header.slab_bytes,
-            {ENGINE: block_bytes, LANDLORD: header.slab_bytes},
+            backing.units * unit_bytes,
+            {ENGINE: block_bytes, LANDLORD: unit_bytes},
             plan=self._plan,
-            reserved_slabs=header.reserved_slabs,
+            reserved_slabs=backing.reserved,
         )
-        rentable = header.slab_count - header.reserved_slabs
-        self._manager.alloc(LANDLORD, rentable)
-        self._limit = rentable if limit_slabs is None else min(rentable, limit_slabs)
+        self._manager.alloc(LANDLORD, backing.units - backing.reserved)
         self._leased = 0
-        self._reserve = max(1, rentable // 16)
+        self._below = backing.units
         self._locked = False
-        self._table_free = table.free_slabs()  # when the engine last looked, and what it took and gave since
         self._promised: int | None = None  # what ``free_blocks`` answers until something changes
         self._stale: set[int] = set()
         self._unzeroed: list[int] = []
@@ -82,12 +69,12 @@ class SlabLease:
     @property
     def capacity_blocks(self) -> int:
         """How many blocks the engine could hold if nobody else leased a slab."""
-        return self._limit * self._blocks_per_slab
+        return self._backing.limit * self._blocks_per_unit
 
     @property
     def virtual_blocks(self) -> int:
         """Block ids are below this."""
-        return self._table.header.slab_count * self.slab_bytes // self.block_bytes
+        return self._backing.units * self._backing.unit_bytes // self.block_bytes
 
     @property
     def used_blocks(self) -> int:
@@ -110,21 +97,21 @@ class SlabLease:
 
     def look(self) -> None:
         """See what others took and gave meanwhile."""
-        self._table_free = self._table.free_slabs()
+        self._backing.look()
         self._promised = None
 
     def free_blocks(self) -> int:
         """How many blocks ``alloc`` would grant; exact inside ``exclusive`` (for grid keys on the safe side), else as of the
         last ``look``."""
         if self._promised is None:  # vLLM asks for every running sequence
-            self._promised = self._manager.free_blocks(ENGINE) + self._rentable() * self._blocks_per_slab
+            self._promised = self._manager.free_blocks(ENGINE) + self._backing.obtainable() * self._blocks_per_unit
         return self._promised
 
     def alloc(self, blocks: int) -> list[int] | None:
         """``blocks`` block ids, or None when they do not all fit. Call it inside ``exclusive``."""
         self._promised = None
         short = blocks - self._manager.free_blocks(ENGINE)
-        if short > 0 and not self._lease(-(-short // self._blocks_per_slab)):
+        if short > 0 and not self._lease(-(-short // self._blocks_per_unit)):
             return None
         ids = self._manager.alloc(ENGINE, blocks)
         assert ids is not None, "the slab manager counts fewer blocks than were leased"
@@ -138,9 +125,9 @@ class SlabLease:
         self._manager.free(ENGINE, block_ids)
         drained = self._manager.free_blocks(LANDLORD)
         if drained:
-            slabs = self._manager.alloc(LANDLORD, drained)
-            assert slabs is not None
-            self._give_back(slabs)
+            units = self._manager.alloc(LANDLORD, drained)
+            assert units is not None
+            self._give_back(units)
 
     def take_stale(self) -> list[int]:
         """Blocks handed out since the last call that carry another model's bytes: zero them before the engine reads them.
@@ -153,12 +140,48 @@ class SlabLease:
         self.counters.add("blocks_zeroed", len(ids))
         return ids
 
+    def read_blocks(self, block_ids: Sequence[int]) -> tuple[bytes, ...]:
+        """The bytes of each of these blocks."""
+        return tuple(self._slabs.read(block * self.block_bytes, self.block_bytes) for block in block_ids)
+
+    def write_blocks(self, block_ids: Sequence[int], blocks: Sequence[bytes]) -> None:
+        """Fill these blocks, which the engine holds, with what ``read_blocks`` gave."""
+        for block, data in zip(block_ids, blocks, strict=True):
+            self._slabs.write(block * self.block_bytes, data)
+        self._stale.difference_update(block_ids)
+
+    def stay_below(self, slab: int | None) -> None:
+        """Lease no slab from this one on; None: any. Slabs that are leased stay."""
+        self._below = self._backing.units if slab is None else slab
+        self._slabs.stay_below(self._below)
+        self.look()
+
+    def reaches(self, block_ids: Sequence[int]) -> bool:
+        """Whether some of these blocks are in slabs that the engine is to stay below."""
+        return any(self._manager.locate(ENGINE, block)[0] >= self._below for block in block_ids)
+
     def crowded(self) -> bool:
         """Whether idle prefixes should make room: somebody else starves, or hardly a slab is free."""
-        return self._table.others_starve(self._engine) or self._table_free < self._reserve
+        return self._table.others_starve(self._engine) or self._backing.crowded()
+
+    @property
+    def spare_bytes(self) -> int:
+        """Memory that the engine holds ahead of need; free, for it is given up on demand."""
+        return self._backing.spare_bytes
+
+    def settle(self) -> None:
+        """Give up memory held ahead when others need it; inside ``exclusive``, get some when nobody does."""
+        if not self._locked:
+            self._backing.look()
+        self._promised = None
+        self._backing.settle(may_take=self._locked)
+
+    def give_up_spares(self) -> None:
+        self._backing.give_up_spares()
+        self._promised = None
 
     def close(self) -> None:
-        self._table.close()
+        self._backing.close()
 
     # --- livelock ----------------------------------------------------------------------------------------------------
 
@@ -176,46 +199,46 @@ class SlabLease:
 
     # --- inside ------------------------------------------------------------------------------------------------------
 
-    def _rentable(self) -> int:
-        return min(self._table_free, self._limit - self._leased)
+    @property
+    def _slabs(self) -> SlabBacking:
+        """Systems that copy KV or drop layers have slabs: instances of one model have no memory that is mapped."""
+        assert isinstance(self._backing, SlabBacking)
+        return self._backing
 
     def _holds(self, block: int) -> bool:
-        """Whether the slab of the block is (still) leased; the caller knows whether the block itself is held."""
-        slab, _ = self._manager.locate(ENGINE, block)
-        return self._table.owner_of(slab) == self._engine
+        """Whether the unit of the block is (still) leased; the caller knows whether the block itself is held."""
+        unit, _ = self._manager.locate(ENGINE, block)
+        return self._backing.holds(unit)
 
     def _lease(self, count: int) -> bool:
         assert self._locked, "slabs are leased under the table's lock"
-        if count > self._rentable():
+        if count > self._backing.obtainable():
             return False
-        slabs = self._table.take(self._engine, count)
-        if slabs is None:
-            return False
-        self._table_free -= count
+        units = self._backing.take(count)
         self._leased += count
         self.counters.add("slabs_leased", count)
-        self._manager.free(LANDLORD, slabs)
-        for slab in slabs:
-            if self._table.changed_hands(self._engine, slab):
-                self._stale.update(range(*self._plan.span(self.block_bytes, slab)))
+        self._manager.free(LANDLORD, units)
+        for unit in units:
+            if self._backing.foreign(unit):
+                self._stale.update(range(*self._plan.span(self.block_bytes, unit)))
         return True
 
-    def _give_back(self, slabs: Sequence[int]) -> None:
-        for slab in slabs:
-            blocks = range(*self._plan.span(self.block_bytes, slab))
+    def _give_back(self, units: Sequence[int]) -> None:
+        for unit in units:
+            blocks = range(*self._plan.span(self.block_bytes, unit))
             all_mine = self._stale.isdisjoint(blocks)
             self._stale.difference_update(blocks)
             if self._poison:
-                self._region.fill(slab * self.slab_bytes, self.slab_bytes, POISON)
-            self._table.give_back(self._engine, [slab], meaningful=all_mine and not self._poison)
-        self._leased -= len(slabs)
-        self.counters.add("slabs_returned", len(slabs))
-        self._table_free += len(slabs)
+                self._backing.fill(unit, POISON)
+            self._backing.give_back(unit, meaningful=all_mine and not self._poison)
+        self._leased -= len(units)
+        self.counters.add("slabs_returned", len(units))
 
     def check(self) -> None:
         """Raise AssertionError if the manager and the table disagree."""
         self._manager.check()
-        leased = self._table.header.slab_count - self._table.header.reserved_slabs
-        leased -= self._manager.used_bytes(LANDLORD) // self.slab_bytes
-        assert self._leased == leased <= self._table.owned_slabs(self._engine), "slabs leased"
-        assert leased * self.slab_bytes >= self._manager.used_bytes(ENGINE), "more blocks than slabs"
+        leased = self._backing.units - self._backing.reserved
+        leased -= self._manager.used_bytes(LANDLORD) // self._backing.unit_bytes
+        assert self._leased == leased, "units leased"
+        assert leased * self._backing.unit_bytes >= self._manager.used_bytes(ENGINE), "more blocks than slabs"
+        self._backing.check(leased)

@@ -38,12 +38,27 @@ class Abort(NamedTuple):
     request_id: int
 
 
+Method = Literal[
+    "sleep",
+    "wake",
+    "copy_kv",
+    "hold_kv",
+    "forget_kv",
+    "evacuate",
+    "droppable_bytes",
+    "drop_layers",
+    "borrow",
+    "vacate",
+]
+
+
 class Call(NamedTuple):
-    """Run ``sleep`` or ``wake`` of an engine between two steps; answered by a `Reply` with the same ``ticket``."""
+    """Run a method of an engine between two steps; answered by a `Reply` with the same ``ticket``."""
 
     engine: int
     ticket: int
-    method: Literal["sleep", "wake"]
+    method: Method
+    arguments: tuple[Any, ...] = ()
 
 
 class Stop(NamedTuple):
@@ -80,10 +95,14 @@ class Stepped(NamedTuple):
 
 
 class Reply(NamedTuple):
+    """``value`` is what the method returned. ``state`` and ``seen`` are the engine's after it, as in `Stepped`."""
+
     engine: int
     ticket: int
-    seconds: float
+    value: Any
     error: str | None
+    seen: int
+    state: EngineState
 
 
 class Died(NamedTuple):
@@ -196,13 +215,15 @@ class EngineLoop:
             core.refuse(submission.request_id, one_line(error))
 
     def _call(self, core: Any, call: Call) -> None:
-        started_s, failure = time.monotonic(), None
+        value, failure = None, None
         try:
-            getattr(core, call.method)()
+            value = getattr(core, call.method)(*call.arguments)
         except RuntimeError as error:  # refused, nothing changed
             failure = str(error)
         core.publish()
-        self._emit(Reply(call.engine, call.ticket, time.monotonic() - started_s, failure))
+        self._emit(
+            Reply(call.engine, call.ticket, value, failure, self._seen[call.engine], self._state(call.engine, core))
+        )
 
     def _round(self) -> float:
         """One step of each engine that has work; what came meanwhile is in the next one's. Returns how long to wait for
@@ -236,6 +257,10 @@ class EngineLoop:
         state = report.state._replace(slowdown=self._slowdown(engine))
         self._emit(Stepped(self._seen[engine], report._replace(state=state)))
         return False
+
+    def _state(self, engine: int, core: Any) -> EngineState:
+        state: EngineState = core.state()
+        return state._replace(slowdown=self._slowdown(engine))
 
     def _slowdown(self, engine: int) -> float:
         """Engines of one loop take turns: a step of each per step of one."""

@@ -60,8 +60,8 @@ class RankTables:
                 stack.enter_context(table.lock())
             yield
 
-    def free_slabs(self) -> int:
-        return free_in_all(self._tables)
+    def free_slabs(self, below: int | None = None) -> int:
+        return free_in_all(self._tables, below)
 
     def take(self, engine: int, count: int) -> list[int] | None:
         """The lowest ``count`` slabs that are free everywhere, or None when there are fewer. Hold the lock."""
@@ -117,16 +117,26 @@ class RankRegions:
         for region in self._regions:
             region.fill(offset, length, byte)
 
+    def read(self, offset: int, length: int) -> bytes:
+        """The bytes of each region, one after another."""
+        return b"".join(region.read(offset, length) for region in self._regions)
+
+    def write(self, offset: int, data: bytes) -> None:
+        """``data`` as ``read`` gives it."""
+        length = len(data) // len(self._regions)
+        for number, region in enumerate(self._regions):
+            region.write(offset, data[number * length : (number + 1) * length])
+
     def close(self) -> None:
         for region in self._regions:
             region.close()
 
 
-def free_in_all(tables: Sequence[SlabTable]) -> int:
-    """How many slabs are free in every one of the tables."""
+def free_in_all(tables: Sequence[SlabTable], below: int | None = None) -> int:
+    """How many slabs (of those below one) are free in every one of the tables."""
     if len(tables) == 1:
-        return tables[0].free_slabs()
-    return int(np.count_nonzero(np.logical_and.reduce([table.free_marks() for table in tables])))
+        return tables[0].free_slabs(below)
+    return int(np.count_nonzero(np.logical_and.reduce([table.free_marks()[:below] for table in tables])))
 
 
 GONE_S = 10.0

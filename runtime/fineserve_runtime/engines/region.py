@@ -45,12 +45,16 @@ class RegionPaths:
 
 
 class Region(Protocol):
-    """Bytes that can be filled; engines see them as tensors (torch_region.py)."""
+    """Bytes that can be filled and copied; engines see them as tensors (torch_region.py)."""
 
     @property
     def size_bytes(self) -> int: ...
 
     def fill(self, offset: int, length: int, byte: int) -> None: ...
+
+    def read(self, offset: int, length: int) -> bytes: ...
+
+    def write(self, offset: int, data: bytes) -> None: ...
 
     def close(self) -> None: ...
 
@@ -82,6 +86,12 @@ class CpuRegion:
 
     def fill(self, offset: int, length: int, byte: int) -> None:
         self.array.view(np.uint8)[offset : offset + length] = byte
+
+    def read(self, offset: int, length: int) -> bytes:
+        return self.array[offset : offset + length].tobytes()
+
+    def write(self, offset: int, data: bytes) -> None:
+        self.array[offset : offset + len(data)] = np.frombuffer(data, dtype=np.int8)
 
     def close(self) -> None:
         """Detach this object; the mapping goes when the last tensor over it does."""

@@ -32,9 +32,9 @@ STRANGER = 254
 RESERVED = 255
 MAX_ENGINES = 253
 
-_MAGIC = 0x4653_534C_4142_0001  # "FSSLAB", layout 1
+_MAGIC = 0x4653_534C_4142_0002  # "FSSLAB", layout 2
 _HEADER = struct.Struct("8q")
-_ROW = 16  # 64-bit words an engine
+_ROW = 32  # 64-bit words an engine
 
 
 class TableHeader(NamedTuple):
@@ -75,7 +75,7 @@ def private_file(path: Path) -> Iterator[BinaryIO]:
 
 class Counters:
     """One engine's row, readable by every process; the engine's own process is its only writer, tickets apart. ``rank_pid``:
-    the process of its rank on this device, where that is another one."""
+    the process of its rank on this device, where that is another one. ``wanted_slabs``: what its weights looked for in vain."""
 
     FIELDS = (
         "pid",
@@ -92,6 +92,12 @@ class Counters:
         "prefix_queries",
         "prefix_hits",
         "rank_pid",
+        "spare_bytes",
+        "pages_mapped",
+        "map_ns",
+        "pages_unmapped",
+        "unmap_ns",
+        "wanted_slabs",
     )
 
     _WORD = MappingProxyType({field: word for word, field in enumerate(FIELDS)})
@@ -137,6 +143,7 @@ class SlabTable:
         self.counters = [Counters(words[e * _ROW : (e + 1) * _ROW]) for e in range(self.header.engines)]
         self._words = words
         self._tickets = words[Counters.FIELDS.index("ticket") :: _ROW]
+        self._wants = words[Counters.FIELDS.index("wanted_slabs") :: _ROW]
         start = _HEADER.size + self.header.engines * _ROW * 8
         count = self.header.slab_count
         self._owners = self._view[start : start + count]
@@ -169,8 +176,10 @@ class SlabTable:
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
 
-    def free_slabs(self) -> int:
-        return len(self._marks) - int(np.count_nonzero(self._marks))  # FREE is 0
+    def free_slabs(self, below: int | None = None) -> int:
+        """How many slabs (of those below one) are free."""
+        marks = self._marks[:below]
+        return len(marks) - int(np.count_nonzero(marks))  # FREE is 0
 
     def owned_slabs(self, engine: int) -> int:
         return int(np.count_nonzero(self._marks == engine + 1))
@@ -253,6 +262,10 @@ class SlabTable:
         """Whether somebody else starves, and has for longer than this engine."""
         return self.first_starving() not in (None, engine)
 
+    def others_want(self, engine: int) -> bool:
+        """Whether the weights of somebody else found no run of free slabs, and look again."""
+        return any(self._wants) and any(slabs for each, slabs in enumerate(self._wants) if each != engine)
+
     def free_marks(self) -> npt.NDArray[np.bool_]:
         """Which slabs are free, as of now."""
         return np.equal(self._marks, FREE)
@@ -269,7 +282,7 @@ class SlabTable:
         del self._marks
         for row in self.counters:
             row._words.release()
-        for view in (self._tickets, self._words, self._owners, self._writers, self._view):
+        for view in (self._tickets, self._wants, self._words, self._owners, self._writers, self._view):
             view.release()
         self._map.close()
         os.close(self._file)

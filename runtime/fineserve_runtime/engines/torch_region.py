@@ -49,6 +49,14 @@ class CudaRegion:
         self.tensor[offset : offset + length].view(torch.uint8).fill_(byte)
         torch.cuda.current_stream().synchronize()
 
+    def read(self, offset: int, length: int) -> bytes:
+        return bytes(self.tensor[offset : offset + length].cpu().numpy().tobytes())
+
+    def write(self, offset: int, data: bytes) -> None:
+        """Ordered as ``fill``."""
+        self.tensor[offset : offset + len(data)] = torch.frombuffer(bytearray(data), dtype=torch.int8)
+        torch.cuda.current_stream().synchronize()
+
     def close(self) -> None:
         for path, tensor in list(_exported.items()):
             if tensor is self.tensor:

@@ -77,8 +77,14 @@ class SlabBlockPool(BlockPool):  # type: ignore[misc]
             self._lease.free([block.block_id for block in to_return])
 
     def make_room(self) -> None:
-        """Give up idle prefixes, oldest first, while the region is crowded."""
+        """Give up idle prefixes, oldest first, while the region is crowded, and memory held ahead of need."""
         while self.idle_blocks and self._lease.crowded():
+            self._lease.free([self._evict_oldest().block_id])
+        self._lease.settle()
+
+    def forget_idle(self) -> None:
+        """Give up all idle prefixes."""
+        while self.idle_blocks:
             self._lease.free([self._evict_oldest().block_id])
 
     def reset_prefix_cache(self) -> bool:

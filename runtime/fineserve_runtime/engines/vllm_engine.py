@@ -11,6 +11,8 @@ from fineserve_runtime.engines.api import (
     Device,
     EngineConfig,
     FinishReason,
+    KvPart,
+    Lent,
     StepReport,
     Submission,
     TokenChunk,
@@ -121,6 +123,7 @@ class SteppedCore:
         self._eos = eos_token_ids
         self._arrivals = 0
         self._aborted: list[TokenChunk] = []
+        self._early: list[TokenChunk] = []  # of steps that ended between two reports
         self._grammars = Grammars(core)
         self._next_word_s = 0.0
         self.steps = 0
@@ -139,13 +142,18 @@ class SteppedCore:
             mm_features=None,
             sampling_params=None if embeds else self._sampling(submission),
             pooling_params=self._pooling() if embeds else None,
-            arrival_time=float(self._arrivals),  # orders requests of equal priority
+            arrival_time=self._place(submission.request_id),  # orders requests of equal priority
             lora_request=None,
             cache_salt=None,
             data_parallel_rank=None,
             priority=submission.priority,
         )
         self.core.add_request(*self.core.preprocess_add_request(request))
+
+    def _place(self, request_id: int) -> float:
+        """In the order of arrival; before all others for one whose KV is here, for it has waited elsewhere."""
+        carried = getattr(self.core.scheduler, "carried", None)  # vLLM's own scheduler has none
+        return -1.0 if carried and carried.tokens_of(str(request_id)) else float(self._arrivals)
 
     def _sampling(self, submission: Submission) -> Any:
         sampling = vllm_sampling(submission.sampling, self._eos)
@@ -179,7 +187,7 @@ class SteppedCore:
     def has_work(self) -> bool:
         """Raises RankDied."""
         self._check_ranks()
-        return bool(self.core.scheduler.has_requests() or self._aborted or self.core.batch_queue)
+        return bool(self.core.scheduler.has_requests() or self._aborted or self._early or self.core.batch_queue)
 
     @property
     def starved(self) -> bool:
@@ -205,7 +213,9 @@ class SteppedCore:
         except Exception:
             self._check_ranks()
             raise
-        chunks = tuple(self._chunk(output) for batch in (outputs or {}).values() for output in batch.outputs)
+        chunks = tuple(self._early)
+        chunks += tuple(self._chunk(output) for batch in (outputs or {}).values() for output in batch.outputs)
+        self._early.clear()
         for request_id, problem in self._grammars.too_slow():
             self.refuse(int(request_id), problem)
         chunks += tuple(self._aborted)
@@ -215,6 +225,7 @@ class SteppedCore:
             return None
         self.steps += 1
         self.preemptions += len(preempted)
+        scheduler.note_duration(time.monotonic() - started_s)
         composition, schedule_s = scheduler.composition, scheduler.schedule_s
         scheduler.preempted, scheduler.schedule_s = [], 0.0
         return StepReport(
@@ -248,16 +259,70 @@ class SteppedCore:
         scheduler = self.core.scheduler
         lease, row = scheduler.lease, scheduler.lease.counters
         row.set("used_bytes", lease.used_blocks * lease.block_bytes)
+        row.set("spare_bytes", lease.spare_bytes)
         row.set("cached_bytes", scheduler.pool.idle_blocks * lease.block_bytes)
         row.set("steps", self.steps)
         row.set("preemptions", self.preemptions)
 
+    def copy_kv(self, request_id: int, first_block: int, stop: bool) -> KvPart | None:
+        """As `api.EngineHandle` says."""
+        part: KvPart | None = self.core.scheduler.copy_kv(str(request_id), first_block, whole=stop)
+        if stop and part is not None:
+            self.core.abort_requests([str(request_id)])
+            self._grammars.forget(str(request_id))
+        return part
+
+    def hold_kv(self, request_id: int, part: KvPart, last: bool) -> bool:
+        return bool(self.core.scheduler.hold_kv(str(request_id), part, last=last))
+
+    def forget_kv(self, request_id: int) -> None:
+        self.core.scheduler.forget_kv(str(request_id))
+
+    # --- layers that come and go -----------------------------------------------------------------------------------------
+
+    def evacuate(self, with_kv: bool) -> list[tuple[int, KvPart | None]]:
+        """As `api.EngineHandle` says; so do the four methods below."""
+        scheduler = self.core.scheduler
+        here = list(scheduler.requests)
+        found = [(int(id), scheduler.copy_kv(id, 0, whole=True) if with_kv else None) for id in here]
+        self.core.abort_requests(here)
+        for id in here:
+            self._grammars.forget(id)
+        scheduler.reset_prefix_cache()
+        return found
+
+    def droppable_bytes(self) -> int:
+        return int(self.core.model_executor.collective_rpc("droppable_bytes")[0])
+
+    def drop_layers(self) -> Lent:
+        lent: Lent = self.core.model_executor.collective_rpc("drop_layers")[0]
+        return lent
+
+    def borrow(self, lent: tuple[Lent, ...]) -> None:
+        self.core.model_executor.collective_rpc("borrow_weights", args=(lent,))
+
+    def vacate(self, first_slab: int | None) -> None:
+        self._end_steps_in_flight()
+        self.core.scheduler.stay_below(first_slab)
+
+    def _end_steps_in_flight(self) -> None:
+        """What comes of them is in the next report."""
+        from vllm.v1.core.sched.interface import PauseState
+
+        scheduler = self.core.scheduler
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)  # else each step that ends begins another
+        while any(output.total_num_scheduled_tokens for _, output, *_ in self.core.batch_queue or ()):
+            outputs, _ = self.core.step_fn()
+            self._early += [self._chunk(output) for batch in (outputs or {}).values() for output in batch.outputs]
+        scheduler.set_pause_state(PauseState.UNPAUSED)
+
     @property
     def keeps_prefixes(self) -> bool:
-        return bool(self.core.scheduler.pool.idle_blocks)
+        """Or other memory that it could do without."""
+        return bool(self.core.scheduler.pool.idle_blocks or self.core.scheduler.lease.spare_bytes)
 
     def make_room(self) -> None:
-        """Give up idle prefixes if others need the room."""
+        """Give it up if others need the room."""
         self.core.scheduler.pool.make_room()
 
     def sleep(self) -> None:
@@ -265,6 +330,7 @@ class SteppedCore:
         if self.unfinished:
             raise RuntimeError(f"engine {self.engine} still has {len(self.unfinished)} requests; drain it first")
         self.core.scheduler.reset_prefix_cache()
+        self.core.scheduler.lease.give_up_spares()
         self._ask_ranks("evict_weights")
 
     def wake(self) -> None:
@@ -272,7 +338,8 @@ class SteppedCore:
         try:
             self._ask_ranks("activate_weights")
         except RegionError:
-            self._ask_ranks("evict_weights")
+            if self.core.vllm_config.parallel_config.world_size > 1:
+                self._ask_ranks("evict_weights")
             raise
 
     def _ask_ranks(self, method: str) -> None:

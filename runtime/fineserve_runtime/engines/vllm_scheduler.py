@@ -17,10 +17,14 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from fineserve_runtime.engines import vllm_seams
+from fineserve_runtime.engines.api import KvPart
+from fineserve_runtime.engines.lookahead import LookaheadParts
 from fineserve_runtime.engines.ranks import RankRegions
 from fineserve_runtime.engines.settings import SlabSettings
 from fineserve_runtime.engines.torch_region import open_region
 from fineserve_runtime.engines.vllm_block_pool import SlabBlockPool
+from fineserve_runtime.engines.vllm_carry import Carried
+from fineserve_sim.policy.groups.microbatch import Chunk
 from fineserve_sim.policy.interfaces import EngineState
 
 _WANT_BLOCKS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -43,8 +47,15 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
         regions = [open_region(rank.region_path, rank.device)[0] for rank in settings.ranks]
         self.region = regions[0] if len(regions) == 1 else RankRegions(regions)
         self.lease = settings.open_lease(self.region)
+        self.carried = Carried(self.lease, vllm_config.cache_config.block_size)
+        self._swaps = settings.swaps
+        budget = vllm_config.scheduler_config.max_num_batched_tokens
+        self._parts = LookaheadParts(budget, settings.lookahead) if settings.lookahead else None
+        self._ended: list[Chunk] = []  # of the step that ended last
         with vllm_seams.block_pool(partial(SlabBlockPool, lease=self.lease)):
             super().__init__(vllm_config, *args, **kwargs)
+        if settings.contiguous:  # vLLM caps what it allocates ahead at the longest sequence
+            self.num_lookahead_tokens = vllm_config.model_config.max_model_len
         limits = vllm_config.scheduler_config
         self._active_limit = limits.max_num_active_seqs or limits.max_num_seqs
         self.defer_block_free = vllm_config.max_concurrent_batches > 1
@@ -61,14 +72,21 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
-        self._unprefilled[request.request_id] = request.num_tokens
+        self._unprefilled[request.request_id] = request.num_tokens - self.carried.tokens_of(request.request_id)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         started_s = time.perf_counter()
         with self.lease.exclusive():
             self.pool.make_room()
             self.max_num_active_reqs = self._active_limit if self.lease.may_start() else 0
+            self.pool.free_blocks(self.carried.take_room(self.requests.keys()))
+            self.connector: Carried | None = self.carried  # at vLLM's door for KV from elsewhere, until the next line
+            if self._parts:
+                self._parts.begin(self._waiting_work())
             output = super().schedule(throttle_prefills)
+            if self._parts:
+                self._parts.end({int(id): tokens for id, tokens in output.num_scheduled_tokens.items()})
+            self.connector = None
             idle = not output.total_num_scheduled_tokens and not self.running
             self.starved = idle and any(request.status in _WANT_BLOCKS for request in self.waiting)
             self.waits = idle and bool(self.waiting)
@@ -80,9 +98,64 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
                 self.lease.counters.add("prefix_hits", new.num_computed_tokens)
         for request_id in output.preempted_req_ids or ():
             self.preempted.append(request_id)
-            self._unprefilled[request_id] = self.requests[request_id].num_tokens
+            left = self.requests[request_id].num_tokens - self.carried.tokens_of(request_id)
+            self._unprefilled[request_id] = left
         self.schedule_s += time.perf_counter() - started_s
         return output
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        if self._swaps and request.num_computed_tokens:
+            self.carried.put(request.request_id, self._kv_of(request, 0))
+        super()._preempt_request(request, *args, **kwargs)
+
+    # --- KV that goes elsewhere and comes from there -------------------------------------------------------------------
+
+    def copy_kv(self, request_id: str, first_block: int, *, whole: bool) -> KvPart | None:
+        """The blocks of a request that decodes, from ``first_block`` on; ``whole``: the last one, too, which is not full. None
+        for one that does not decode."""
+        request = self.requests.get(request_id)
+        if request is None or request.status != RequestStatus.RUNNING or request_id in self._unprefilled:
+            return None
+        part = self._kv_of(request, first_block)
+        full = part.tokens // self.block_size
+        return part if whole else part._replace(tokens=full * self.block_size, blocks=part.blocks[: full - first_block])
+
+    def hold_kv(self, request_id: str, part: KvPart, *, last: bool) -> bool:
+        """Keep KV of a request to come, and blocks for it. False when there are not as many; the last part stays all the same:
+        its request will wait for room. False, too, when the parts before it are gone."""
+        if not self.carried.continues(request_id, part):
+            return False
+        with self.lease.exclusive():
+            self.pool.make_room()
+            wanted, free = len(part.blocks), self.pool.get_num_free_blocks()
+            if wanted <= free or last:
+                self.carried.put(request_id, part, self.pool.get_new_blocks(min(wanted, free)))
+            return wanted <= free or last
+
+    def stay_below(self, slab: int | None) -> None:
+        """Lease no slab from this one on. Requests with blocks there start again elsewhere, with their KV; no step is in
+        flight."""
+        self.lease.stay_below(slab)
+        self.pool.forget_idle()
+        for request in [each for each in self.running if self.lease.reaches(self._blocks_of(each))]:
+            self.running.remove(request)
+            self.carried.put(request.request_id, self._kv_of(request, 0))
+            super()._preempt_request(request, time.monotonic())
+            self._unprefilled[request.request_id] = request.num_tokens - self.carried.tokens_of(request.request_id)
+        self.prev_step_scheduled_req_ids.clear()  # as vLLM does where it preempts between two steps
+        self.lease.look()
+
+    def forget_kv(self, request_id: str) -> None:
+        self.pool.free_blocks(self.carried.forget(request_id))
+
+    def _kv_of(self, request: Any, first_block: int) -> KvPart:
+        tokens: int = request.num_computed_tokens
+        ids = self._blocks_of(request)[first_block : -(-tokens // self.block_size)]
+        return KvPart(first_block, tokens, self.lease.read_blocks(ids))
+
+    def _blocks_of(self, request: Any) -> list[int]:
+        (ids,) = self.kv_cache_manager.get_block_ids(request.request_id)
+        return list(ids)
 
     def _get_new_block_ids_to_zero(self) -> list[int] | None:
         self.kv_cache_manager.take_new_block_ids()
@@ -90,12 +163,37 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         self.composition = _composition(scheduler_output)
+        self._ended = _chunks(scheduler_output) if self._parts else []
         unfinished = len(self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self._note_prefills(scheduler_output.num_scheduled_tokens)
         if len(self.requests) < unfinished:
             self.lease.thrive()
         return outputs
+
+    def _reserve_prefill_lookahead(self, request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+        """vLLM's own reason to shorten a chunk, and the part of the microbatch that this step is."""
+        tokens: int = super()._reserve_prefill_lookahead(request, num_computed_tokens, num_new_tokens)
+        return self._parts.share(int(request.request_id), tokens) if self._parts else tokens
+
+    def _waiting_work(self) -> list[Chunk]:
+        """All prefills that go on or could start now, as far as memory goes."""
+        work, free_tokens = [], self.pool.get_num_free_blocks() * self.block_size
+        ready = [request for request in self.waiting if request.status in _WANT_BLOCKS]  # none whose grammar compiles
+        for request in (*self.running, *ready):
+            done = request.num_computed_tokens or self.carried.tokens_of(request.request_id)
+            left = request.num_tokens - done
+            if request.request_id in self._unprefilled and left > 0:
+                free_tokens -= left
+                if free_tokens < 0:
+                    break
+                work.append(Chunk(int(request.request_id), done, left))
+        return work
+
+    def note_duration(self, seconds: float) -> None:
+        """The step that ended last took so long."""
+        if self._parts:
+            self._parts.observe(self._ended, seconds)
 
     def _note_prefills(self, scheduled: Iterable[str]) -> None:
         """What is left to prefill of those that were scheduled; a request decodes once it has put out a token."""
@@ -111,6 +209,8 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
         finished = super().finish_requests(*args, **kwargs)
         if finished:
             self.lease.thrive()
+            for request in finished:
+                self.forget_kv(request.request_id)
             for request_id in self._unprefilled.keys() - self.requests.keys():
                 del self._unprefilled[request_id]
         return finished
@@ -150,6 +250,14 @@ def _composition(output: SchedulerOutput) -> Composition:
         else:
             prefill_tokens += tokens
     return Composition(prefill_tokens, decodes, context_tokens)
+
+
+def _chunks(output: SchedulerOutput) -> list[Chunk]:
+    """What a step computed, request by request."""
+    cached = output.scheduled_cached_reqs
+    done = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+    done |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    return [Chunk(int(id), done[id], tokens) for id, tokens in output.num_scheduled_tokens.items()]
 
 
 class SlabAsyncScheduler(SlabScheduler, AsyncScheduler):  # type: ignore[misc]

@@ -32,6 +32,7 @@ _NAP_S = 50e-6
 
 _SCHEDULER = "vllm.v1.core.sched.scheduler"
 _POOL = "vllm.v1.core.block_pool"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _COMMUNICATORS = "vllm.distributed.device_communicators"
 
 CONTRACT: dict[tuple[str, str], tuple[str, ...]] = {
@@ -50,6 +51,14 @@ CONTRACT: dict[tuple[str, str], tuple[str, ...]] = {
     (_SCHEDULER, "Scheduler"): ("vllm_config", "kv_cache_config", "structured_output_manager", "block_size"),
     (_SCHEDULER, "Scheduler.schedule"): ("throttle_prefills",),
     (_SCHEDULER, "Scheduler._get_new_block_ids_to_zero"): (),
+    (_SCHEDULER, "Scheduler._preempt_request"): ("request",),
+    (_SCHEDULER, "Scheduler._reserve_prefill_lookahead"): ("request", "num_computed_tokens", "num_new_tokens"),
+    (_SCHEDULER, "Scheduler.set_pause_state"): ("pause_state",),
+    ("vllm.v1.core.kv_cache_manager", "KVCacheManager.get_block_ids"): ("request_id",),
+    (_CONNECTOR, "KVConnectorBase_V1.get_num_new_matched_tokens"): ("request", "num_computed_tokens"),
+    (_CONNECTOR, "KVConnectorBase_V1.update_state_after_alloc"): ("request", "blocks", "num_external_tokens"),
+    (_CONNECTOR, "KVConnectorBase_V1.build_connector_meta"): ("scheduler_output",),
+    (_CONNECTOR, "KVConnectorBase_V1.has_pending_block_frees"): (),
     (_SCHEDULER, "Scheduler.update_from_output"): ("scheduler_output", "model_runner_output"),
     (_SCHEDULER, "Scheduler.finish_requests"): ("request_ids", "finished_status"),
     ("vllm.v1.core.sched.async_scheduler", "AsyncScheduler"): (),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import nullcontext
 from itertools import pairwise
 from typing import Any
@@ -12,10 +13,11 @@ from vllm.distributed import get_pp_group
 from vllm.v1.worker.gpu_worker import Worker
 
 from fineserve_runtime.engines import vllm_seams
+from fineserve_runtime.engines.api import Lent
 from fineserve_runtime.engines.settings import SlabSettings
 from fineserve_runtime.engines.table import RegionError
 from fineserve_runtime.engines.torch_region import open_region
-from fineserve_runtime.engines.weights import RegionWeights
+from fineserve_runtime.engines.weights import BorrowedWeights, RegionWeights
 
 LAYOUT = "BLHNC"
 """Block outermost: all layers of a block lie together, so that a slab is one piece of memory."""
@@ -29,7 +31,8 @@ class SlabWorker(Worker):  # type: ignore[misc]
         ranks = SlabSettings.of(vllm_config.additional_config).ranks
         self._settings = ranks[self.rank]
         self._region, self._bytes = open_region(self._settings.region_path, self._settings.device)
-        self.weights: RegionWeights | None = None
+        self._kv_bytes = self._bytes
+        self.weights: RegionWeights | BorrowedWeights | None = None
         self._table = self._settings.open_table()
         if len(ranks) > 1:  # whoever reclaims the engine's slabs ends this process first
             self._table.counters[self._settings.engine].set("rank_pid", os.getpid())
@@ -48,7 +51,9 @@ class SlabWorker(Worker):  # type: ignore[misc]
         plain = self._settings.weights_in_region and self._settings.device == "cpu"
         with vllm_seams.plain_linears() if plain else nullcontext():
             super().load_model(*args, **kwargs)
-        if self._settings.weights_in_region:
+        if self._settings.borrows:
+            self.weights = BorrowedWeights(self.model_runner.get_model(), self._bytes)
+        elif self._settings.weights_in_region:
             self.weights = RegionWeights(self.model_runner.get_model(), self._settings, self._bytes)
             self.weights.activate()
         if not get_pp_group().is_first_rank:
@@ -78,14 +83,30 @@ class SlabWorker(Worker):  # type: ignore[misc]
             return str(problem)
         return ""
 
+    def droppable_bytes(self) -> int:
+        assert isinstance(self.weights, RegionWeights)
+        return self.weights.droppable_slabs * self._table.header.slab_bytes
+
+    def drop_layers(self) -> Lent:
+        assert isinstance(self.weights, RegionWeights)
+        return self.weights.drop()
+
+    def borrow_weights(self, lent: Sequence[Lent]) -> None:
+        """``lent``: by rank."""
+        assert isinstance(self.weights, BorrowedWeights)
+        self.weights.borrow(lent[self.rank])
+
     def initialize_from_config(self, kv_cache_config: Any) -> None:
-        _check_geometry(kv_cache_config, self._settings.block_bytes, self._bytes.numel())
-        with vllm_seams.kv_bytes(self._bytes):
+        if self._settings.paging is not None:
+            self._space = self._settings.address_space(anew=True)  # kept: the scheduler maps pages in it
+            self._kv_bytes = torch.from_numpy(self._space.array)
+        _check_geometry(kv_cache_config, self._settings.block_bytes, self._kv_bytes.numel())
+        with vllm_seams.kv_bytes(self._kv_bytes):
             super().initialize_from_config(kv_cache_config)
 
     def execute_model(self, scheduler_output: Any) -> Any:
         if scheduler_output.new_block_ids_to_zero:
-            zero_blocks(self._bytes, scheduler_output.new_block_ids_to_zero, self._settings.block_bytes)
+            zero_blocks(self._kv_bytes, scheduler_output.new_block_ids_to_zero, self._settings.block_bytes)
             scheduler_output.new_block_ids_to_zero = None
         return super().execute_model(scheduler_output)
 

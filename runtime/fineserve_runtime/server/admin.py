@@ -32,14 +32,14 @@ def add_admin(app: FastAPI, service: Service) -> None:
         asked = parse(AddRequest, request.state.body)
         request.state.gate.leave()  # engines take their time to start
         name, model = asked.model, AddedModel(**asked.model_dump(exclude={"model"}))
-        served = await _operated(service.operate, lambda: _add(service, name, model))
+        served = await operated(service.operate, lambda: _add(service, name, model))
         return await _answer(service, served.id)
 
     @app.delete(_MODELS + "/{name}")
     async def remove(name: str) -> dict[str, Any]:
         """Answers when its requests have ended and its memory is free."""
         model = service.model(name).id
-        await _operated(service.operate, lambda: _remove(service, model))
+        await operated(service.operate, lambda: _remove(service, model))
         return {"model": model, "state": "removed"}
 
     @app.post(_MODELS + "/{name}/{action}")
@@ -49,7 +49,7 @@ def add_admin(app: FastAPI, service: Service) -> None:
         actions = {"sleep": service.driver.stop, "wake": service.driver.resume}
         if action not in actions:
             raise ApiError(404, f"{action[:100]} is no action; expected {' or '.join(actions)}")
-        await _operated(service.look, lambda: actions[action](model))
+        await operated(service.look, lambda: actions[action](model))
         return await _answer(service, model)
 
 
@@ -82,7 +82,7 @@ def _forget(service: Service, name: str) -> None:
     service.log("model removed", {"model": name})
 
 
-async def _operated(run: Callable[[Callable[[], T]], Awaitable[T]], function: Callable[[], T]) -> T:
+async def operated(run: Callable[[Callable[[], T]], Awaitable[T]], function: Callable[[], T]) -> T:
     """What the function gives, which ``run`` runs. Raises ApiError for what cannot be done (409), or did not work (503)."""
     try:
         return await run(function)

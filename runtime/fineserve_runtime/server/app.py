@@ -34,9 +34,10 @@ from fineserve_runtime.server.schema import (
     TokenizeRequest,
     parse,
 )
-from fineserve_runtime.server.service import Key, Service
+from fineserve_runtime.server.service import Key, Moving, Service
 from fineserve_runtime.server.streams import Choice
 from fineserve_runtime.server.unserved import unserved
+from fineserve_runtime.server.whatif import add_whatif
 
 T = TypeVar("T")
 TTFT_HEADER = "x-slo-ttft-ms"
@@ -53,6 +54,7 @@ def create_app(service: Service) -> FastAPI:
     _add_status(app, service)
     _add_models(app, service)
     add_admin(app, service)
+    add_whatif(app, service)
     _add_generation(app, service)
     return app
 
@@ -259,18 +261,33 @@ async def _generate(service: Service, request: Request, understand: Callable[[by
     with ExitStack() as stack:
         stack.enter_context(service.within_limits(request.state.key))
 
-        def submit() -> tuple[Understood, list[Choice]]:
-            understood = understand(request.state.body)
-            marks = {"trace": request.headers.get("traceparent"), "came_s": request.state.came_s}
+        def submit(held_s: float) -> tuple[Understood, list[Choice]]:
+            understood, came_s = understand(request.state.body), request.state.came_s
+            marks = {"trace": request.headers.get("traceparent"), "came_s": came_s, "held_s": held_s}
             return understood, service.choose([order._replace(**marks) for order in understood.ask.orders], loop)
 
-        understood, choices = await service.work(submit)
+        understood, choices = await _settled(service, request, submit)
         del request.state.body  # it may be large, and the answer take a while
         request.state.gate.leave()
         if not understood.ask.stream:
             return JSONResponse(await _unless_gone(request, understood.whole(choices)))
         stream = understood.events(choices)
         return _Stream(stream, await _unless_gone(request, stream.begin()), stack.pop_all())
+
+
+async def _settled(service: Service, request: Request, submit: Callable[[float], T]) -> T:
+    """The result of ``submit`` on a worker thread. A request waits here while its model moves, outside the gate, so that
+    other requests pass. ``submit`` gets the seconds that it waited so."""
+    held_s = 0.0
+    while True:
+        try:
+            return await service.work(partial(submit, held_s))
+        except Moving as where:
+            request.state.gate.leave()
+            begun_s = time.monotonic()
+            while where.model in service.moving:
+                await asyncio.sleep(_LOOK_S)
+            held_s += time.monotonic() - begun_s
 
 
 class _Stream(StreamingResponse):

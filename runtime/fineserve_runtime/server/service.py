@@ -21,6 +21,7 @@ from fineserve_runtime.server.errors import ApiError, refused
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.server.models import ServedName
 from fineserve_runtime.server.streams import Choice, Order
+from fineserve_runtime.twin import Twin
 
 T = TypeVar("T")
 
@@ -45,6 +46,20 @@ class ModelRoster(Protocol):
 
     def remove(self, name: str) -> None: ...
 
+    def check_moves(self, to: Mapping[str, int]) -> None:
+        """Raises ValueError where a model cannot be moved to its device."""
+        ...
+
+    def move(self, name: str, gpu: int) -> None: ...
+
+
+class Moving(Exception):
+    """The model of a request is on its way to another device; the request may come again when it is there."""
+
+    def __init__(self, model: str) -> None:
+        self.model = model
+        super().__init__(model)
+
 
 @dataclass(slots=True)
 class Service:
@@ -64,6 +79,8 @@ class Service:
     limits: HttpLimits = field(default_factory=HttpLimits)
     admin_secret: str | None = None
     roster: ModelRoster | None = None
+    twin: Twin | None = None
+    moving: set[str] = field(default_factory=set)
     _front: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(_FRONT_THREADS, "front"))
     _quick: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "quick"))
     _admin: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "admin"))
@@ -132,7 +149,8 @@ class Service:
         raise ApiError(404, f"the model {name[:100]!r} does not exist; {hint}", param="model", code="model_not_found")
 
     def choose(self, orders: list[Order], loop: asyncio.AbstractEventLoop) -> list[Choice]:
-        """Submit all orders, which are for one model, or none. Raises ApiError when one is not taken."""
+        """Submit all orders, which are for one model, or none. Raises ApiError when one is not taken, and
+        Moving when it may be taken later."""
         choices: list[Choice] = []
         tokenizer = self.model(orders[0].model).tokenizer
         try:
@@ -142,6 +160,8 @@ class Service:
         except Refused as problem:
             for choice in choices:
                 choice.abort()
+            if orders[0].model in self.moving:
+                raise Moving(orders[0].model) from None
             self.metrics.turned_away(orders[0].model, problem.reason, orders[0].limits)
             raise refused(problem) from None
         return choices

@@ -30,7 +30,7 @@ class Piece(NamedTuple):
 class Order(NamedTuple):
     """One choice that is asked for. ``echo`` is put before its text; ``keep_stop``: the stop string belongs to the text;
     ``special``: so do special tokens. ``trace``: the client's ``traceparent``; ``came_s``: when the request was here, on the
-    monotonic clock."""
+    monotonic clock; ``held_s``: so long its model moved meanwhile."""
 
     model: str
     prompt: tuple[int, ...]
@@ -43,6 +43,7 @@ class Order(NamedTuple):
     echo: str = ""
     trace: str | None = None
     came_s: float = math.inf
+    held_s: float = 0.0
 
 
 class _News(NamedTuple):
@@ -106,6 +107,7 @@ class Choice:
             limits.tpot_s,
             order.trace,
             max(0.0, time.monotonic() - order.came_s),
+            order.held_s,
         )
 
     def abort(self) -> None:

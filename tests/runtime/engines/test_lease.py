@@ -10,6 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from fineserve_runtime.engines.backing import SlabBacking
 from fineserve_runtime.engines.lease import POISON, SlabLease
 from fineserve_runtime.engines.region import CpuRegion, RegionLock, RegionPaths
 from fineserve_runtime.engines.table import RegionError, SlabTable, lock_holder
@@ -34,7 +35,9 @@ class Shared:
         self.leases = [self.lease(folder, engine, key, **options) for engine, key in enumerate(keys)]
 
     def lease(self, folder: Path, engine: int, key: int, **options: object) -> SlabLease:
-        return SlabLease(SlabTable(folder / "table"), self.region, engine, key, **options)  # type: ignore[arg-type]
+        poison = bool(options.pop("poison_freed", False))
+        backing = SlabBacking(SlabTable(folder / "table"), self.region, engine, **options)  # type: ignore[arg-type]
+        return SlabLease(backing, engine, key, poison_freed=poison)
 
 
 class Leases(RuleBasedStateMachine):
