@@ -1,5 +1,8 @@
 """A plan in time against one plan and residencies that follow the load: ServeGen's clients of ``plan_matrix.yaml``, 8,000
-requests at 30 a second on four H100, eight windows. Some minutes of one core."""
+requests at 30 a second on four H100, eight windows. Some minutes of one core.
+
+    python -m benchmarks.plan_in_time --data ../shared/data            # renews docs/data/plan_in_time.csv
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,13 @@ from tempfile import TemporaryDirectory
 import yaml
 
 from benchmarks.plan_matrix import wish_of
-from fineserve_sim.planning.in_time import RIVALS, planned
-from fineserve_sim.planning.make import Wish
+from fineserve_sim.planning.find import Budget
+from fineserve_sim.planning.in_time import RIVALS, InTime, judged, planned
+from fineserve_sim.planning.wish import Wish
 
 SITUATION, REQUESTS, EVERY_S = "servegen-8-4", 8000, 34.0
+EVALUATIONS = 225
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "data" / "plan_in_time.csv"
 
 
 def drifting(data: Path, folder: Path) -> Wish:
@@ -25,18 +31,27 @@ def drifting(data: Path, folder: Path) -> Wish:
     return replace(wish, models=tuple(replace(model, options=model.options[-1:]) for model in wish.models))
 
 
+def rows(found: InTime) -> list[str]:
+    """What came out, as CSV: percent of the requests on time, of rivals the half-width of the difference, of windows the
+    engines that came and their GB."""
+    lines = ["what,on_time,half_width,engines,gigabytes", f"plan in time,{100 * found.on_time:.1f},,,"]
+    for name, (share, half_width) in zip(RIVALS, found.rivals, strict=True):
+        lines.append(f'"{name}",{100 * share:.1f},{100 * half_width:.1f},,')
+    windows = (f"from {each.from_s:.0f} s,,,{each.came},{each.moved_bytes / 1e9:.0f}" for each in found.windows)
+    return [*lines, *windows]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder with traces/")
-    parser.add_argument("--evaluations", type=int, default=225, help="islands that are simulated in all")
+    parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="islands that are simulated in all")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="file of the results")
     arguments = parser.parse_args()
     with TemporaryDirectory() as folder:
-        found = planned(drifting(arguments.data, Path(folder)), EVERY_S, evaluations=arguments.evaluations)
-    print(f"plan in time: {100 * found.on_time:.1f} %")
-    for name, (share, half_width) in zip(RIVALS, found.rivals, strict=True):
-        print(f"{name}: {100 * share:.1f} % ± {100 * half_width:.1f}")
-    for window in found.windows:
-        print(f"  from {window.from_s:.0f} s: {window.came} engines, {window.moved_bytes / 1e9:.0f} GB")
+        wish = drifting(arguments.data, Path(folder))
+        lines = rows(judged(planned(wish, EVERY_S, Budget(arguments.evaluations))))
+    arguments.out.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    print("\n".join(lines))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
     PYTHONPATH=build/compiled python benchmarks/plan_matrix.py --data ../shared/data --out results/matrix
     python benchmarks/plan_matrix.py --out results/matrix --table        # print what is there
     ... --only conv-12-8 code-8-4 --evaluations 100                      # some of them, less thoroughly
+    ... --keep                                                           # and keep all that is there for the page
 
 ``plan_matrix.yaml`` has the situations. A situation that has its file in the folder is not run again, so a stopped command goes
 on. Plans are searched with so many evaluations, so results are the same on every machine and with any ``--jobs``.
@@ -33,15 +34,17 @@ from fineserve_traces import Trace, piecewise, read_trace
 from fineserve_traces.servegen import servegen_clients
 
 from fineserve_sim.cluster import ScenarioError, simulate
-from fineserve_sim.planning import make
+from fineserve_sim.planning.find import Budget, most_on_time, search
 from fineserve_sim.planning.islands import Bools, kept_of, on_time
 from fineserve_sim.planning.judge import difference, on
 from fineserve_sim.planning.problem import Problem
+from fineserve_sim.planning.wish import Wish, model_wish, problem_of, unseen
 from fineserve_sim.systems import load_systems
 
 SITUATIONS = Path(__file__).with_suffix(".yaml")
 PAPERS = ("fineserve", "prism", "prism*", "muxserve", "muxserve++", "s-partition", "static*", "dedicated")
 EVALUATIONS = 300
+RESULTS = Path(__file__).resolve().parents[1] / "docs" / "data" / "plan_matrix.json"
 HOUR_S = 10.0
 """Seconds in which an hour of counts passes."""
 
@@ -105,15 +108,15 @@ def _drawn(kind: str, count: int, models: int, rng: np.random.Generator, traces:
     return arrival_s[order], model[order]
 
 
-def wish_of(situation: Situation, data: Path, folder: Path) -> make.Wish:
+def wish_of(situation: Situation, data: Path, folder: Path) -> Wish:
     """The wish, its trace written into the folder."""
     trace = requests_of(situation, data)
     if rate := situation.get("rate_per_s"):
         trace = replace(trace, arrival_s=trace.arrival_s * (len(trace) / rate / trace.arrival_s[-1]))
     path = folder / f"{situation['name']}.csv"
     trace.to_csv(path)
-    models = tuple(make.model_wish(f"m{number}={model}") for number, model in enumerate(situation["models"]))
-    return make.Wish(
+    models = tuple(model_wish(f"m{number}={model}") for number, model in enumerate(situation["models"]))
+    return Wish(
         path,
         models,
         situation["gpus"],
@@ -140,10 +143,10 @@ def kept_by(problem: Problem, system: str, trace: Trace) -> Bools | None:
 def result_of(situation: Situation, data: Path, folder: Path, evaluations: int) -> dict[str, Any]:
     """Shares of the requests on time, in percent."""
     wish = wish_of(situation, data, folder)
-    problem = make.problem_of(wish)
-    first, rest = problem.parts[0].trace, make.unseen(wish)
+    problem = problem_of(wish)
+    first, rest = problem.parts[0].trace, unseen(wish)
     began_s = time.process_time()
-    best = make.search(problem, evaluations=evaluations)
+    best = search(problem, Budget(evaluations))
     search_s = time.process_time() - began_s
     kept = {}
     for name in (*PAPERS, "balanced"):
@@ -159,7 +162,7 @@ def result_of(situation: Situation, data: Path, folder: Path, evaluations: int) 
         "plan_promised": 100 * (1 - best.loss / problem.worth),
         "chosen": chosen,
         "hindsight": hindsight,
-        "bound": 100 * make.most_on_time(on(problem, rest)) / len(rest),
+        "bound": 100 * most_on_time(on(problem, rest)) / len(rest),
         "systems": shares,
         "plan_half_width": 100 * difference(plan, theirs).half_width,
         "balanced_half_width": 100 * difference(kept["balanced"][1], theirs).half_width,
@@ -232,6 +235,14 @@ def table(situations: Sequence[Situation], out: Path) -> Iterator[str]:
             yield f"Misses above the bound that {name} spare, median of {len(spares)}: {100 * statistics.median(spares):.0f} %."
 
 
+def keep(situations: Sequence[Situation], out: Path) -> None:
+    """Results that are there, in ``docs/data``, without the time that they took."""
+    paths = {each["name"]: out / f"{each['name']}.json" for each in situations}
+    found = {name: json.loads(path.read_text()) | {"search_cpu_s": 0} for name, path in paths.items() if path.exists()}
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in found.items())
+    RESULTS.write_text(f"{{\n{lines}\n}}\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Plans against the systems of papers, on requests that no search saw.")
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder with traces/")
@@ -240,6 +251,7 @@ def main() -> None:
     parser.add_argument("--evaluations", type=int, default=EVALUATIONS, help="islands that a search simulates")
     parser.add_argument("--jobs", type=int, default=2, help="situations side by side")
     parser.add_argument("--table", action="store_true", help="run nothing")
+    parser.add_argument("--keep", action="store_true", help="keep the results in docs/data, for docs/planning.md")
     arguments = parser.parse_args()
     situations = {each["name"]: each for each in yaml.safe_load(SITUATIONS.read_text(encoding="utf-8"))["situations"]}
     wanted = [situations[name] for name in arguments.only or situations]
@@ -250,6 +262,8 @@ def main() -> None:
             for done in as_completed([pool.submit(one, each) for each in wanted]):
                 print(done.result(), flush=True)
     print("\n".join(table(wanted, arguments.out)))
+    if arguments.keep:
+        keep(wanted, arguments.out)
 
 
 if __name__ == "__main__":

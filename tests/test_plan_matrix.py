@@ -1,6 +1,9 @@
 """The matrix of situations: all are there, each makes its requests, and the table counts what it says."""
 
+import csv
 import json
+import re
+import statistics
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -9,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from fineserve_sim.planning.make import model_wish
+from fineserve_sim.planning.wish import model_wish
 
 ROOT = Path(__file__).parents[1]
 DATA = ROOT.parent / "shared" / "data"
@@ -71,3 +74,66 @@ def test_the_table_counts_what_it_says(matrix: ModuleType, situations: list[dict
     assert "| 50 % |" in lines[2]
     assert "Plans not worse than the chosen system: 1 of 2; `balanced`: 1 of 2." in lines
     assert "Misses above the bound that plans spare, median of 2: 15 %." in lines
+
+
+PAGE = (ROOT / "docs" / "planning.md").read_text(encoding="utf-8")
+RESULTS = ROOT / "docs" / "data" / "plan_matrix.json"
+IN_TIME = ROOT / "docs" / "data" / "plan_in_time.csv"
+
+
+def table_of(page: str, header: str) -> list[list[str]]:
+    """The cells of the table with this header."""
+    lines = page[page.index(header) :].splitlines()[2:]
+    rows = lines[: next(number for number, line in enumerate(lines) if not line.startswith("|"))]
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_page_has_the_results_of_the_matrix(matrix: ModuleType) -> None:
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    rows = table_of(PAGE, "| situation | plan | best on the first part |")
+    assert [row[0] for row in rows] == [f"{name} †" if "before" in each else name for name, each in results.items()]
+    for name, plan, chosen, hindsight, bound, balanced in rows:
+        found = results[name.removesuffix(" †")]
+        later = {system: unseen for system, (_, unseen) in found["systems"].items()}
+        assert plan == f"{found['plan']:.1f} ± {found['plan_half_width']:.1f}"
+        assert chosen == f"{found['chosen']} {later[found['chosen']]:.1f}"
+        assert hindsight == f"{found['hindsight']} {later[found['hindsight']]:.1f}"
+        assert bound == f"{found['bound']:.1f}"
+        assert balanced == f"{later['balanced']:.1f} ± {found['balanced_half_width']:.1f}"
+
+
+def test_the_sentences_below_count_what_the_table_has(matrix: ModuleType) -> None:
+    results = json.loads(RESULTS.read_text(encoding="utf-8")).values()
+    seen = [found["systems"][found["chosen"]][1] for found in results]
+    spared = [matrix.spared(found, found["plan"], theirs) for found, theirs in zip(results, seen, strict=True)]
+    known = [share for share in spared if share is not None]
+    assert f"the median over the {len(known)} situations" in " ".join(PAGE.split())
+    assert f"plans spare {100 * statistics.median(known):.0f} % of these misses" in " ".join(PAGE.split())
+    worse = [
+        found for found, theirs in zip(results, seen, strict=True) if found["plan"] < theirs - found["plan_half_width"]
+    ]
+    assert not worse and "No plan is worse than the system that was best on the first part" in PAGE
+    good = sum(
+        found["systems"]["balanced"][1] >= theirs - found["balanced_half_width"]
+        for found, theirs in zip(results, seen, strict=True)
+    )
+    assert f"as good as it within the interval in {good} of {len(results)}" in PAGE
+
+
+def test_the_page_has_the_plan_in_time() -> None:
+    found = {row["what"]: row for row in csv.DictReader(IN_TIME.read_text(encoding="utf-8").splitlines())}
+    names = {
+        "plan in time": "plan in time",
+        "its first plan, kept": "the first plan kept",
+        "its first plan, `drifting` from there": "the first plan, drifting",
+        "one plan that knows all of the trace": "one plan that knows all",
+        "Prism": "prism",
+    }
+    rows = table_of(PAGE, "| | on time |")
+    assert [name for name, _ in rows] == list(names)
+    for name, told in rows:
+        row = found[names[name]]
+        assert told == " ± ".join(filter(None, (row["on_time"], row["half_width"])))
+    moved = [row["gigabytes"] for what, row in found.items() if what.startswith("from ") and row["engines"] != "0"]
+    said = re.search(r"It changes twice, for (\d+) and (\d+) GB", PAGE)
+    assert said is not None and list(said.groups()) == moved

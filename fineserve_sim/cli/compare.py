@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -23,7 +22,7 @@ from fineserve_sim.cli.console import (
     progress_bar,
     unused_folder_goes,
 )
-from fineserve_sim.cli.intake import ColumnsOption, own_traces, taken_trace, trace_name
+from fineserve_sim.cli.intake import ColumnsOption, hint_spread, own_traces, taken_trace, trace_name
 from fineserve_sim.cli.limits import (
     E2eOption,
     MarginOption,
@@ -140,7 +139,7 @@ def compare(
     with interruptible():
         from fineserve_sim.experiment.file.comparison import model_entries
         from fineserve_sim.experiment.run.executors import executor_of
-        from fineserve_sim.experiment.sizing.parting import hopeless, parted
+        from fineserve_sim.experiment.sizing.parting import hopeless
         from fineserve_sim.experiment.sizing.question import shares_of, slo_scale_of
 
         told: dict[str, Any] = {"ttft_slo_s": ttft_slo_s, "tpot_slo_s": tpot_slo_s, "e2e_slo_s": e2e_slo_s}
@@ -153,15 +152,27 @@ def compare(
         entries = model_entries(named, spread=spread_of(spread, share))
         with executor_of(executor, jobs) as where, unused_folder_goes(folder):
             file = taken_trace(trace, paths, [entry["id"] for entry in entries], columns, folder)
-            experiment_at = partial(_experiment, file, systems, entries, told)
-            experiment = experiment_at(1.0 if rate_scale is None else rate_scale)
-            if rate_scale is None:
-                with progress_bar() as advance:
-                    experiment = parted(experiment_at, folder, where, wanted, advance, _say)
+            experiment = _at_rate(rate_scale, partial(_experiment, file, systems, entries, told), folder, where, wanted)
             page = not (search and hopeless(experiment, wanted))  # which is soon made with what the search finds
             simulate_into(folder, experiment, where, Simulation(wanted, decisions, page=page))
             summary = _summary(folder, where, search)
         print_results(folder, summary, as_json)
+
+
+def _at_rate(
+    rate_scale: float | None,
+    experiment_at: Callable[[float], Experiment],
+    folder: Path,
+    executor: Executor,
+    wanted: Mapping[str, float],
+) -> Experiment:
+    """The experiment at this rate; where none is given, where systems part."""
+    from fineserve_sim.experiment.sizing.parting import parted
+
+    if rate_scale is not None:
+        return experiment_at(rate_scale)
+    with progress_bar() as advance:
+        return parted(experiment_at, folder, executor, wanted, advance, _say)
 
 
 def _say(line: str) -> None:
@@ -178,7 +189,7 @@ def _experiment(
     """The experiment of a trace that is replayed so many times as fast."""
     from fineserve_sim.experiment import experiment_for_trace
 
-    with _hint_spread(trace, [model["id"] for model in models], any("share" in model for model in models)):
+    with hint_spread(trace, [model["id"] for model in models], any("share" in model for model in models)):
         return experiment_for_trace(trace, systems, models, rate_scale=rate_scale, **told)
 
 
@@ -201,21 +212,3 @@ def _sharing(text: str | None) -> str | dict[str, str] | None:
     """``mig:PROFILE`` as a file has it; other words as they are."""
     word, sign, profile = (text or "").partition(":")
     return {word: profile} if sign else text
-
-
-@contextmanager
-def _hint_spread(trace: Path, ids: list[str], spread: bool) -> Iterator[None]:
-    """Where the trace names models that were not given, say how to name them, or that there is --spread."""
-    from fineserve_sim.experiment import ConfigError
-
-    try:
-        yield
-    except ConfigError as problem:
-        if spread or problem.key != "workload.trace":
-            raise
-        from fineserve_traces import read_trace
-
-        if missing := sorted(set(read_trace(trace).models) - set(ids)):
-            names = ", ".join(name if name == name.strip() else repr(name) for name in missing)
-            raise ValueError(f"{trace}: --model is missing for {names}; name them, or give --spread") from None
-        raise

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -92,11 +95,34 @@ def print_rows(headers: Sequence[str], rows: Sequence[Sequence[str]], *, right: 
 def interruptible() -> Iterator[None]:
     """Turn Ctrl-C into one line on stderr and exit 130. Between simulations the runner says how many are kept."""
     try:
-        yield
+        with _delivered():
+            yield
     except KeyboardInterrupt as problem:  # the runner's says how many are done
         text = str(problem) or "interrupted; run the same command again to go on"
         typer.echo(f"fineserve-sim: {text}", err=True)
         raise typer.Exit(130) from None
+
+
+_AGAIN_S = 0.01
+
+
+@contextmanager
+def _delivered() -> Iterator[None]:
+    """Let no Ctrl-C get lost. Python drops an exception that is raised in a finalizer or in the callback of a weak reference,
+    as those of an import are; the interrupt comes again a moment later, outside of it."""
+    before, main = sys.unraisablehook, threading.main_thread().ident
+
+    def again(dropped: Any) -> None:
+        if issubclass(dropped.exc_type, KeyboardInterrupt) and main is not None:
+            threading.Timer(_AGAIN_S, signal.pthread_kill, (main, signal.SIGINT)).start()
+        else:
+            before(dropped)
+
+    sys.unraisablehook = again
+    try:
+        yield
+    finally:
+        sys.unraisablehook = before
 
 
 @contextmanager

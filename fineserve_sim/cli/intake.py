@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -81,3 +82,21 @@ def _of_one(path: Path, name: str, columns: str | None) -> Trace:
     found = _taken(path, columns)
     alone = found.with_models((name,), np.zeros(len(found), dtype=np.int32))
     return alone.with_arrivals(alone.arrival_s - alone.arrival_s[0])
+
+
+@contextmanager
+def hint_spread(trace: Path, ids: list[str], spread: bool) -> Iterator[None]:
+    """Where the trace names models that were not given, say how to name them, or that there is --spread."""
+    from fineserve_sim.experiment import ConfigError
+
+    try:
+        yield
+    except ConfigError as problem:
+        if spread or problem.key != "workload.trace":
+            raise
+        from fineserve_traces import read_trace
+
+        if missing := sorted(set(read_trace(trace).models) - set(ids)):
+            names = ", ".join(name if name == name.strip() else repr(name) for name in missing)
+            raise ValueError(f"{trace}: --model is missing for {names}; name them, or give --spread") from None
+        raise

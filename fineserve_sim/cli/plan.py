@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fineserve_sim.cli.catalog import complete_gpu
-from fineserve_sim.cli.compare import GpusOption, TraceArgument
+from fineserve_sim.cli.compare import TraceArgument
 from fineserve_sim.cli.console import (
     ExecutorOption,
     JobsOption,
@@ -23,7 +23,7 @@ from fineserve_sim.cli.console import (
     named_path,
     print_json,
 )
-from fineserve_sim.cli.intake import ColumnsOption, own_traces, taken_trace, trace_name
+from fineserve_sim.cli.intake import ColumnsOption, hint_spread, own_traces, taken_trace, trace_name
 from fineserve_sim.cli.limits import (
     E2eOption,
     MarginOption,
@@ -37,8 +37,12 @@ from fineserve_sim.cli.limits import (
 from fineserve_sim.cli.size import PricesOption, prices_of
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from fineserve_sim.planning.find import Budget, Told
     from fineserve_sim.planning.in_time import InTime
-    from fineserve_sim.planning.make import Found, Told
+    from fineserve_sim.planning.make import Found
+    from fineserve_sim.planning.question import Question
 
 ModelsOption = Annotated[
     list[str] | None,
@@ -58,13 +62,30 @@ TypesOption = Annotated[
         autocompletion=complete_gpu,
     ),
 ]
+GpusOption = Annotated[
+    str,
+    typer.Option(
+        metavar="N|KIND:N,...",
+        help="GPUs to plan for, as in 8, or of several kinds, as in h100-sxm:4,l40s:8.",
+        show_default=False,
+    ),
+]
+TargetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="SHARE",
+        help="Find the fewest or cheapest of these GPUs that keep this share of the requests on time: all:0.95 or 0.95; "
+        "each:all:0.95 of each model; both with a comma.",
+        show_default=False,
+    ),
+]
 LikeOption = Annotated[
     Path | None,
     typer.Option(
         "--like",
         parser=named_path,
         metavar="FILE",
-        help="Instead of --model: the models of this experiment as they are, with its GPU, engines and section runtime.",
+        help="Instead of --model: the models of this experiment as they are, its engines, runtime, and GPU if none is named.",
         show_default=False,
     ),
 ]
@@ -128,12 +149,7 @@ def plan(
     survive: Annotated[
         Survive | None, typer.Option(help="Every model outlives the loss of any one GPU, or node.", show_default=False)
     ] = None,
-    target: Annotated[
-        float | None,
-        typer.Option(
-            min=0.0, max=1.0, help="Find the fewest of these GPUs that keep this share of the requests on time."
-        ),
-    ] = None,
+    target: TargetOption = None,
     every_s: Annotated[
         float | None,
         typer.Option(
@@ -157,64 +173,77 @@ def plan(
     The plan is chosen by the first two thirds of the requests and judged by the others. With --every, each part of the trace
     judges what was chosen by the part before.
     """
+    rules: dict[str, Any] = {"apart": [text.split(",") for text in apart or ()], "pin": _pinned(pin)}
+    rules |= {"most_per_gpu": most_per_gpu, "survive": None if survive is None else survive.value}
+    wished: dict[str, Any] = {"ttft_slo_s": ttft_slo_s, "tpot_slo_s": tpot_slo_s, "e2e_slo_s": e2e_slo_s}
+    wished |= {"rate_scale": rate_scale, "load": load, "requests": requests, "margin": margin}
     with interruptible():
-        from fineserve_sim.experiment.file.document import to_yaml
         from fineserve_sim.experiment.run.executors import executor_of
-        from fineserve_sim.planning import in_time, make, page
-        from fineserve_sim.planning import like as planning_like
+        from fineserve_sim.planning.gpus import numbers_of
+        from fineserve_sim.planning.like import wanted
+        from fineserve_sim.planning.question import budget, question
+        from fineserve_sim.planning.target import target_of
 
-        types = gpu or ["h100-sxm"]
-        prices = make.prices_by_type(types, prices_of(price or []), target)
         named, paths = own_traces(models or [])
-        wanted, taken = planning_like.wanted(named, like)
         folder = out or Path("results") / f"plan-{trace_name(trace, paths)}"
-        wish = make.Wish(
-            trace=taken_trace(trace, paths, [each.id for each in wanted], columns, folder),
-            models=wanted,
-            gpus=gpus,
-            ttft_slo_s=ttft_slo_s,
-            gpu=taken.gpu if taken else types[0],
-            tpot_slo_s=tpot_slo_s,
-            e2e_slo_s=e2e_slo_s,
-            rate_scale=rate_scale,
-            load=load,
-            spread=spread_of(spread, share),
-            requests=requests,
-            margin=margin,
-            rules=make.rules_of(
-                [text.split(",") for text in apart or ()],
-                _pinned(pin),
-                most_per_gpu,
-                [each.id for each in wanted],
-                gpus,
-                None if survive is None else survive.value,
-            ),
-            kept=taken.kept if taken else {},
-        )
-        if seconds is None and evaluations is None:
-            seconds = make.SECONDS
-        budget: dict[str, Any] = {"evaluations": evaluations, "seconds": seconds, "seed": seed}
-        budget |= {"tell": _tell, "path": folder / SEARCHED}
-        path = folder / "plan.yaml"
-        with executor_of(executor, jobs) as where:
-            if every_s is not None:
-                in_time.check(target)
-                timed = in_time.planned(wish, every_s, where, **budget)
+        own, taken = wanted(named, like)
+        ids = [each.id for each in own]
+        wished["spread"] = spread_of(spread, share)
+        file = taken_trace(trace, paths, ids, columns, folder)
+        numbers, prices = numbers_of(gpus), prices_of(price or [])
+        asked = question(file, own, taken, numbers, gpu or [], prices, target_of(target), **rules, **wished)
+        with executor_of(executor, jobs) as where, hint_spread(file, ids, bool(asked.wish.spread)):
+            search = budget(evaluations, seconds, seed, path=folder / SEARCHED, executor=where, tell=_tell)
+            if every_s is None:
+                _plan(asked, search, folder, as_json=as_json)
             else:
-                found = make.found(wish, target, where, **budget, prices=prices)
-        folder.mkdir(parents=True, exist_ok=True)
-        if every_s is not None:
-            path.write_text(to_yaml(in_time.document(timed, every_s)), encoding="utf-8")
-            _tell_in_time(timed, path, as_json=as_json)
-            return
-        if found.best.stopped:
-            typer.echo("Stopped: this is the best so far. The same command goes on from here.", err=True)
-        path.write_text(to_yaml(make.plan_document(found.wish, found.best.layout)), encoding="utf-8")
-        page.write_page(page.shown(found, path, target, prices.get(str(found.wish.gpu))), folder / page.PAGE)
-        if as_json:
-            print_json(_json(found, path))
-        else:
-            _print(found, path, prices.get(str(found.wish.gpu)))
+                _plan_in_time(asked, every_s, search, folder, as_json=as_json)
+
+
+def _plan(asked: Question, budget: Budget, folder: Path, *, as_json: bool) -> None:
+    """Search, write the plan and its page, and print."""
+    from fineserve_sim.planning import make, page
+
+    found = make.found(asked, budget)
+    _tell_stopped(stopped=found.best.stopped)
+    path = _written(found.document, folder)
+    page.write_page(page.shown(found, path, asked.prices), folder / page.PAGE)
+    if as_json:
+        print_json(_json(found, path))
+    else:
+        _print(found, path)
+
+
+def _plan_in_time(asked: Question, every_s: float, budget: Budget, folder: Path, *, as_json: bool) -> None:
+    """The same of a plan in time, which is written before it is judged; one that was stopped is not."""
+    from fineserve_sim.planning import in_time
+
+    in_time.check(asked.wish, asked.target)
+    timetable = in_time.planned(asked.wish, every_s, budget)
+    path = _written(in_time.document(timetable), folder)
+    _tell_stopped(stopped=timetable.stopped)
+    if not timetable.stopped:
+        _tell_in_time(in_time.judged(timetable), path, as_json=as_json)
+    elif as_json:
+        print_json({"plan": str(path), "stopped": True})
+    else:
+        typer.echo(f"Plan in {path}: fineserve-sim run {path}")
+
+
+def _written(document: dict[str, Any], folder: Path) -> Path:
+    from fineserve_sim.experiment.file.document import to_yaml
+
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "plan.yaml"
+    path.write_text(to_yaml(document), encoding="utf-8")
+    return path
+
+
+def _tell_stopped(*, stopped: bool) -> None:
+    from fineserve_sim.planning.words import STOPPED
+
+    if stopped:
+        typer.echo(STOPPED, err=True)
 
 
 def _pinned(texts: Sequence[str] | None) -> dict[str, list[str]]:
@@ -225,7 +254,7 @@ def _pinned(texts: Sequence[str] | None) -> dict[str, list[str]]:
 
 def _tell(told: Told) -> None:
     typer.echo(
-        f"  {told.elapsed_s:5.0f} s, {told.best.runs} simulated: {100 * told.share:.2f} % on time; "
+        f"  {told.about}{told.elapsed_s:.0f} s, {told.best.runs} simulated: {100 * told.share:.2f} % on time; "
         f"no plan keeps more than {100 * told.bound:.1f} %",
         err=True,
     )
@@ -234,8 +263,10 @@ def _tell(told: Told) -> None:
 def _json(found: Found, path: Path) -> dict[str, Any]:
     return {
         "plan": str(path),
-        "gpu": found.wish.gpu,
-        "gpus": found.wish.gpus,
+        "gpus": [{"gpu": gpu, "count": count} for gpu, count in found.wish.kinds],
+        "usd_per_hour": found.usd_per_hour,
+        "holds": found.holds,
+        "stopped": found.best.stopped,
         "models": {
             each.id: {
                 "precision": each.options[home.option][0],
@@ -246,10 +277,11 @@ def _json(found: Found, path: Path) -> dict[str, Any]:
         },
         "best_system": found.best_system,
         "judged": {
-            each.situation: {"plan": each.plan, "best_system": each.best_system, "half_width": each.half_width}
+            each.situation: {name: value for name, value in asdict(each).items() if name != "situation"}
             for each in found.judged
         },
         "promised": found.promised,
+        "band": found.sure.told(),
     }
 
 
@@ -259,7 +291,7 @@ def _tell_in_time(found: InTime, path: Path, *, as_json: bool) -> None:
     from fineserve_sim.planning.in_time import RIVALS
 
     if as_json:
-        print_json({"plan": str(path), **asdict(found) | {"wish": None}})
+        print_json({"plan": str(path), "stopped": False, **asdict(found)})
         return
     kept = Table("from s", "engines came", "GiB moved", "on time", *RIVALS, box=None)
     for window in found.windows:
@@ -272,30 +304,46 @@ def _tell_in_time(found: InTime, path: Path, *, as_json: bool) -> None:
     typer.echo(f"Plan in {path}: fineserve-sim run {path}")
 
 
-def _print(found: Found, path: Path, usd_per_gpu_hour: float | None) -> None:
+def _print(found: Found, path: Path) -> None:
+    console().print(_where(found), _kept(found))
+    for line in found.warnings:
+        typer.echo(line)
+    for each, home in found.homes:
+        if not home.groups:
+            typer.echo(f"{each.id} has no GPU: none has room left")
+    usd = "" if found.usd_per_hour is None else f", {found.usd_per_hour:,.2f} dollars an hour"
+    row = found.judged[0]
+    typer.echo(f"{100 * row.plan:.1f} % of the unseen requests on time ({found.sure}). {found.sure.why}")
+    typer.echo(f"{found.wish.cluster}{found.sure.beside_gpus}{usd}. Plan in {path}: fineserve-sim run {path}")
+    typer.echo(f"Why each model is where it is, and what else was asked: {path.with_name('plan.html')}")
+
+
+def _where(found: Found) -> Table:
+    """A row a GPU: the models on it."""
     from rich.table import Table
 
-    from fineserve_sim.planning.judge import warnings
-
     where = Table("GPU", "models", box=None)
-    for gpu in range(found.wish.gpus):
+    kinds = [str(kind) for kind, count in found.wish.kinds for _ in range(count)]
+    for gpu, kind in enumerate(kinds):
         here = [
             f"{each.id} ({each.options[home.option][0]}" + (f", TP {len(group)})" if len(group) > 1 else ")")
             for each, home in found.homes
             for group in home.groups
             if gpu in group
         ]
-        where.add_row(str(gpu), ", ".join(here) or "-")
-    kept = Table("requests on time", "plan", f"{found.best_system}'s placement", "± (difference)", box=None)
+        where.add_row(f"{gpu} {kind}" if len(set(kinds)) > 1 else str(gpu), ", ".join(here) or "-")
+    return where
+
+
+def _kept(found: Found) -> Table:
+    """A row a situation: what the plan keeps, and the best system's placement."""
+    from rich.table import Table
+
+    headers = ["requests on time", "plan", "worst model", f"{found.best_system}'s placement", "± (difference)"]
+    kept = Table(*headers, box=None)
     for row in found.judged:
-        shares = (f"{100 * share:.1f} %" for share in (row.plan, row.best_system, row.half_width))
-        kept.add_row(row.situation, *shares)
-    console().print(where, kept)
-    for line in warnings(found.judged, found.promised):
-        typer.echo(line)
-    for each, home in found.homes:
-        if not home.groups:
-            typer.echo(f"{each.id} has no GPU: none has room left")
-    usd = "" if usd_per_gpu_hour is None else f", {usd_per_gpu_hour * found.wish.gpus:,.2f} dollars an hour"
-    typer.echo(f"{found.wish.gpus} {found.wish.gpu}{usd}. Plan in {path}: fineserve-sim run {path}")
-    typer.echo(f"Why each model is where it is, and what else was asked: {path.with_name('plan.html')}")
+        plan, worst, system, half_width = (
+            f"{100 * share:.1f} %" for share in (row.plan, row.worst, row.best_system, row.half_width)
+        )
+        kept.add_row(row.situation, plan, f"{row.worst_model} {worst}", system, half_width)
+    return kept

@@ -154,27 +154,21 @@ def size(
     named, paths = own_traces(models or [])
     folder = out or Path("results") / f"size-{trace_name(source, paths)}"
     with interruptible(), unused_folder_goes(folder):
-        from fineserve_sim.experiment.file.comparison import model_entries
         from fineserve_sim.experiment.run.executors import executor_of
         from fineserve_sim.experiment.sizing import axis_of, goals
         from fineserve_sim.experiment.sizing.found import search
         from fineserve_sim.experiment.sizing.mixes import kinds_of
         from fineserve_sim.experiment.sizing.probe import Prober
-        from fineserve_sim.experiment.sizing.question import Asked, Limits, Load, check_trace, file_of
+        from fineserve_sim.experiment.sizing.question import Asked, Limits, Load, check_trace
         from fineserve_sim.experiment.sizing.variants import variants
 
         axis, wanted, paid = axis_of(over), goals(targets), prices_of(price or [])
         tried, mixed = variants(gpu or [], tp or [], paid), kinds_of(gpu or [], paid, axis) if mix else []
         limits = Limits(ttft_slo_s, tpot_slo_s, e2e_slo_s, slo_scale)
         load = Load(named, requests, spread_of(spread, share), rate_scale)
-        file = source
-        if source is None or file_of(source) is None:
+        if _is_trace(source):
             check_trace(targets, limits, quick=quick)
-            names = [entry["id"] for entry in model_entries(named, spread=False)]
-            file = taken_trace(source, paths, names, columns, folder)
-        elif columns is not None:
-            raise ValueError(f"--columns: for a trace alone; {source} has models and load of its own")
-        assert file is not None
+        file = _file_of(source, named, paths, columns, folder)
         place = {name: _value(text) for name, text in (axis_and_value(each) for each in at or ())}
         asked = Asked(limits, load, systems, seeds, place, most_gpus, margin).of(file, folder, axis)
         with executor_of(executor, jobs) as where, progress_bar() as advance:
@@ -183,6 +177,27 @@ def size(
                 Prober(*told), tried, axis, folder, mixed=mixed, most_gpus=asked.most_gpus, precision=precision
             )
         _print(found, asked, folder, as_json)
+
+
+def _is_trace(source: Path | None) -> bool:
+    from fineserve_sim.experiment.sizing.question import file_of
+
+    return source is None or file_of(source) is None
+
+
+def _file_of(
+    source: Path | None, models: Sequence[str], paths: Sequence[Path], columns: str | None, folder: Path
+) -> Path:
+    """The trace, the experiment or the results that are sized."""
+    from fineserve_sim.experiment.file.comparison import model_entries
+
+    if _is_trace(source):
+        names = [entry["id"] for entry in model_entries(models, spread=False)]
+        return taken_trace(source, paths, names, columns, folder)
+    if columns is not None:
+        raise ValueError(f"--columns: for a trace alone; {source} has models and load of its own")
+    assert source is not None
+    return source
 
 
 def _print(found: Searched, asked: Question, folder: Path, as_json: bool) -> None:

@@ -13,10 +13,8 @@ residency, and Prism's residency.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,12 +23,13 @@ from fineserve_traces import Trace
 
 from fineserve_sim.cluster import simulate
 from fineserve_sim.cluster.compose.policies import build_activation_cost
-from fineserve_sim.experiment.run.executor import Executor
-from fineserve_sim.planning.islands import Bools, Simulated, kept_of
+from fineserve_sim.planning.find import Budget, search
+from fineserve_sim.planning.impossible import check_survives
+from fineserve_sim.planning.islands import Bools, kept_of
 from fineserve_sim.planning.judge import difference
 from fineserve_sim.planning.problem import Home, Layout, Limits, Problem
-from fineserve_sim.planning.search import Best
-from fineserve_sim.planning.wish import Told, Wish, plan_document, problem_on, search, whole_of
+from fineserve_sim.planning.target import Target
+from fineserve_sim.planning.wish import Wish, plan_document, problem_on, whole_of
 from fineserve_sim.systems import SystemSpec
 from fineserve_sim.systems.spec import TimetableResidencySpec
 
@@ -53,57 +52,57 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class InTime:
-    """``wish``: with the options of the first plan. ``on_time``: share over all judged windows; ``rivals``: of each of
-    ``RIVALS``, with the half-width of the 95 % interval of the difference."""
+class Timetable:
+    """What the searches found: a layout a window. ``wish``: with the options of the first plan. ``knows_all``: the layout of
+    the one plan for all of the trace; None where the user stopped the searches. Then the last layout stays."""
 
     wish: Wish
+    every_s: float
+    layouts: tuple[Layout, ...]
+    knows_all: Layout | None
+
+    @property
+    def stopped(self) -> bool:
+        return self.knows_all is None
+
+
+@dataclass(frozen=True, slots=True)
+class InTime:
+    """``on_time``: share over all judged windows; ``rivals``: of each of ``RIVALS``, with the half-width of the 95 % interval
+    of the difference."""
+
     windows: tuple[Window, ...]
     on_time: float
     rivals: tuple[tuple[float, float], ...]
 
 
-def check(target: float | None) -> None:
-    """Raises ValueError for a share to keep: a plan in time takes all GPUs."""
+def check(wish: Wish, target: Target | None) -> None:
+    """Raises ValueError for a share to keep, as a plan in time takes all GPUs."""
     if target is not None:
         raise ValueError("a plan in time (--every) is on all GPUs: leave out the target")
 
 
-def planned(
-    wish: Wish,
-    every_s: float,
-    executor: Executor | None = None,
-    *,
-    evaluations: int | None = None,
-    seconds: float | None = None,
-    seed: int = 0,
-    tell: Callable[[Told], None] = lambda told: None,
-    path: Path | None = None,
-) -> InTime:
-    """Plan each window and judge them. The budget is for all searches together. Raises ValueError for a trace of fewer than two
-    windows, and as ``problem_of``."""
+def planned(wish: Wish, every_s: float, budget: Budget) -> Timetable:
+    """Plan each window. The budget is for all searches together. Ctrl-C ends all of them, with the layouts so far. Raises
+    ValueError for a trace of fewer than two windows, and as ``problem_of`` and ``check_survives``."""
     trace = whole_of(wish).whole_trace
     windows = windows_of(trace, every_s)
     if len(windows) < 2:
         raise ValueError(
             f"--every {every_s:g}: the requests come within {trace.arrival_s[-1]:.0f} s, less than two windows"
         )
-    parts = len(windows) + 1
-    searched = partial(
-        search,
-        executor=executor,
-        evaluations=None if evaluations is None else max(1, evaluations // parts),
-        seconds=None if seconds is None else seconds / parts,
-        seed=seed,
-        tell=tell,
-        path=path,
-    )
-    first = searched(problem_on(wish, windows[0]))
-    wish = settled(wish, first.layout)
+    each = budget.part(len(windows) + 1)
+    problem = problem_on(wish, windows[0])
+    first = search(problem, each)
+    check_survives(problem, first.layout)
+    own = settled(wish, first.layout)
     layouts = [_as_only_options(first.layout)]
-    layouts += [*_followed(wish, layouts[0], windows[:-1], searched)]
-    best = searched(problem_on(wish, trace))
-    return _judged(wish, trace, every_s, layouts, best.layout)
+    if not first.stopped:
+        layouts += _followed(own, layouts[0], windows[:-1], each)
+    there = len(layouts) == len(windows)
+    best = search(problem_on(own, trace), each) if there else None
+    layouts += [layouts[-1]] * (len(windows) - len(layouts))
+    return Timetable(own, every_s, tuple(layouts), None if best is None or best.stopped else best.layout)
 
 
 def windows_of(trace: Trace, every_s: float) -> list[Trace]:
@@ -129,17 +128,18 @@ def _as_only_options(layout: Layout) -> Layout:
     return tuple(Home(0, home.groups) for home in layout)
 
 
-def _followed(
-    wish: Wish, first: Layout, windows: Sequence[Trace], searched: Callable[[Problem], Best]
-) -> Iterator[Layout]:
-    """After each window, the layout for the next: what a search finds on the requests that have passed, if it pays."""
+def _followed(wish: Wish, first: Layout, windows: Sequence[Trace], budget: Budget) -> Iterator[Layout]:
+    """After each window, the layout for the next: what a search finds on the requests that have passed, if it pays. None any
+    more once a search is stopped."""
     now = first
     for window in windows:
         problem = problem_on(wish, window)
-        found, simulated = searched(problem).layout, Simulated(problem)
-        spared = simulated.loss(now) - simulated.loss(found)
-        if spared > problem.worth / len(window) * waiting(problem, now, found):
-            now = found
+        best, simulated = search(problem, budget, known=[now]), budget.simulated(problem)
+        if best.stopped:
+            return
+        spared = simulated.loss(now) - simulated.loss(best.layout)
+        if spared > problem.worth / len(window) * waiting(problem, now, best.layout):
+            now = best.layout
         yield now
 
 
@@ -193,10 +193,10 @@ def table(found: InTime) -> pd.DataFrame:
     )
 
 
-def document(found: InTime, every_s: float) -> dict[str, Any]:
+def document(found: Timetable) -> dict[str, Any]:
     """The plan as the text of an experiment: what ``run`` and ``compare`` take."""
-    layouts = [window.layout for window in found.windows]
-    return plan_document(found.wish, layouts[0]) | {"systems": [system_of(found.wish, layouts, every_s)]}
+    system = system_of(found.wish, found.layouts, found.every_s)
+    return plan_document(found.wish, found.layouts[0]) | {"systems": [system]}
 
 
 def _kept(wish: Wish, system: Mapping[str, Any] | None = None) -> Bools:
@@ -209,7 +209,12 @@ def _kept(wish: Wish, system: Mapping[str, Any] | None = None) -> Bools:
     return kept_of(trace, simulate(whole), np.full(len(trace), wish.ttft_slo_s), limits)
 
 
-def _judged(wish: Wish, trace: Trace, every_s: float, layouts: Sequence[Layout], best: Layout) -> InTime:
+def judged(found: Timetable) -> InTime:
+    """What the timetable and its rivals keep. Raises ValueError where the searches were stopped."""
+    wish, every_s, layouts, best = found.wish, found.every_s, found.layouts, found.knows_all
+    if best is None:
+        raise ValueError("the searches were stopped: the plan so far is not judged")
+    trace = whole_of(wish).whole_trace
     kept = _kept(wish, system_of(wish, layouts, every_s))
     first, known = (system_of(wish, [layout], every_s) for layout in (layouts[0], best))
     drifting = first | {"residency": {"policy": "drifting"}}
@@ -229,4 +234,4 @@ def _judged(wish: Wish, trace: Trace, every_s: float, layouts: Sequence[Layout],
         windows.append(Window(window * every_s, layout, len(came), moved_bytes, shares[0], tuple(shares[1:])))
     judged = (number >= 1) & (number < len(layouts))
     rivals = [(float(np.mean(each[judged])), difference(kept[judged], each[judged]).half_width) for each in others]
-    return InTime(wish, tuple(windows), float(np.mean(kept[judged])), tuple(rivals))
+    return InTime(tuple(windows), float(np.mean(kept[judged])), tuple(rivals))

@@ -5,8 +5,8 @@ goes to which instance before anything runs (``cluster/components.py``). So the 
 simulated by themselves: the late requests of a layout are the sum over its islands. A search changes one or two islands at a
 time and meets most islands again, so each is simulated once.
 
-An island's key is what its result depends on: the model, option and share of the requests of each engine, and which engines
-share GPUs. Two islands of equal GPUs with equal keys are the same island.
+An island's key is what its result depends on: the kind of its GPUs, the model, option and share of the requests of each engine,
+and which engines share GPUs. Two islands with equal keys are the same island.
 """
 
 from __future__ import annotations
@@ -29,20 +29,10 @@ from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.scenario import Floats, Ints
 from fineserve_sim.cluster.sharing.domain import connected
 from fineserve_sim.experiment.run.executor import Executor
-from fineserve_sim.planning.problem import Group, Layout, Limits, Problem
+from fineserve_sim.planning.problem import Group, Layout, Limits, Member, Problem
 from fineserve_sim.policy.interfaces import Instance, Placement
 
 Bools = NDArray[np.bool_]
-
-
-class Member(NamedTuple):
-    """Instance ``number`` of the ``of`` instances of a model, on these GPUs of its island."""
-
-    model: int
-    option: int
-    number: int
-    of: int
-    gpus: Group
 
 
 Island = tuple[Member, ...]
@@ -55,10 +45,10 @@ class Place(NamedTuple):
     gpus: Group
 
 
-def places_of(layout: Layout) -> list[Place]:
-    """The islands of a layout."""
+def places_of(problem: Problem, layout: Layout) -> list[Place]:
+    """The islands of a layout. The GPUs of one are of one kind, as those of each engine are."""
     engines = [
-        Member(model, home.option, number, len(home.groups), group)
+        Member(model, home.option, number, tuple(problem.kind_of[group[0]] for group in home.groups), group)
         for model, home in enumerate(layout)
         for number, group in enumerate(home.groups)
     ]
@@ -87,7 +77,7 @@ def served(problem: Problem, part: int, island: Island, share: float = 1.0) -> S
     ids = [f"{problem.models[each.model].id}#{each.number}" for each in island]
     member_of = np.full(len(trace), -1, dtype=np.int64)
     for number, each in enumerate(island):
-        member_of[problem.requests(part, each.model, each.number, each.of)] = number
+        member_of[problem.requests_of(part, each)] = number
     rows = np.flatnonzero(member_of[: int(share * len(trace))] >= 0)
     if not len(rows):
         return Served(rows, rows, np.zeros(0, dtype=np.bool_))
@@ -107,13 +97,16 @@ def _alone(problem: Problem, island: Island, ids: Sequence[str]) -> tuple[Scenar
     """A cluster of the island's GPUs and engines, each a model of its own; the requests are still those of all."""
     base = problem.scenario
     models = tuple(
-        replace(served, id=id, rate_per_s=served.rate_per_s / each.of)
+        replace(served, id=id, rate_per_s=served.rate_per_s * problem.share(each))
         for id, each in zip(ids, island, strict=True)
         for served in [problem.served(each.model, each.option)]
     )
-    gpus = tuple(replace(base.gpus[0], id=id, node=0) for id in range(1 + max(max(each.gpus) for each in island)))
+    own = next(gpu for gpu in base.gpus if gpu.spec == problem.kinds[island[0].kind])
+    gpus = tuple(replace(own, id=id, node=0) for id in range(1 + max(max(each.gpus) for each in island)))
     demands = {
-        served.id: replace(problem.demands[each.model][each.option], id=served.id, rate_per_s=served.rate_per_s)
+        served.id: replace(
+            problem.demands[each.model][each.option].on(each.kind), id=served.id, rate_per_s=served.rate_per_s
+        )
         for served, each in zip(models, island, strict=True)
     }
     instances = tuple(
@@ -146,7 +139,7 @@ def late_requests(problem: Problem, part: int, island: Island, share: float = 1.
 def on_time(problem: Problem, part: int, layout: Layout) -> Bools:
     """Which requests of a part a layout keeps on time; none of a model without GPU. Raises ValueError if it does not fit."""
     kept = np.zeros(len(problem.parts[part].trace), dtype=np.bool_)
-    for place in places_of(layout):
+    for place in places_of(problem, layout):
         found = served(problem, part, place.island)
         if found is None:
             raise ValueError("the engines of the layout do not fit their GPUs")
@@ -193,7 +186,7 @@ def losses(problem: Problem, island: Island, limit: float = math.inf) -> Losses:
         for number, part in enumerate(problem.parts):
             late = late_requests(problem, number, island, share)
             if late is None:
-                return Losses(tuple(problem.lost[each.model] / each.of for each in island), fits=False)
+                return Losses(tuple(problem.lost[each.model] * problem.share(each) for each in island), fits=False)
             total += part.weight * np.array(late)
             if share < 1 and total.sum() >= limit:
                 return Losses(tuple(total.tolist()), whole=False)
@@ -256,7 +249,7 @@ class Simulated:
 
     def loss(self, layout: Layout) -> float:
         """What a layout costs: late requests, and what is unserved. Infinite where it does not fit."""
-        places = places_of(layout)
+        places = places_of(self.problem, layout)
         self.ensure({place.island: math.inf for place in places})
         found = [self.known[place.island] for place in places]
         if not all(each.fits for each in found):
@@ -265,12 +258,12 @@ class Simulated:
 
     def by_gpu(self, layout: Layout) -> Mapping[int, float]:
         """What the island of each GPU costs; GPUs without engines cost nothing."""
-        return {gpu: self.of(place.island).sum for place in places_of(layout) for gpu in place.gpus}
+        return {gpu: self.of(place.island).sum for place in places_of(self.problem, layout) for gpu in place.gpus}
 
     def by_model(self, layout: Layout) -> Sequence[float]:
         """What each model costs."""
         total = self.problem.unserved(layout)
-        for place in places_of(layout):
+        for place in places_of(self.problem, layout):
             for member, loss in zip(place.island, self.of(place.island).by_member, strict=True):
                 total[member.model] += loss
         return total

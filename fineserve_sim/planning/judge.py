@@ -25,12 +25,15 @@ SLOWER = 1.1
 class Judged:
     """The share of requests on time in one situation that the search never saw: with the plan, and with the placement of the
     best system. That system is chosen by the same requests as the plan. ``half_width``: of the 95 % interval of the
-    difference, by batches of consecutive requests."""
+    difference, by batches of consecutive requests. ``worst_model``: the one of which the plan keeps the least share, ``worst``.
+    """
 
     situation: str
     plan: float
     best_system: float
     half_width: float
+    worst_model: str
+    worst: float
 
     @property
     def is_worse(self) -> bool:
@@ -40,16 +43,23 @@ class Judged:
 
 def judged(problem: Problem, rest: Trace, anew: Trace | None, plan: Layout, best_system: Layout) -> list[Judged]:
     """Both layouts on the unseen ``rest`` of the requests, as it is and changed, and on those dealt out ``anew``."""
-    found = []
-    for situation, changed in _situations(problem, rest, anew):
-        kept = [on_time(changed, 0, layout) for layout in (plan, best_system)]
-        one, other = (float(np.mean(each)) for each in kept)
-        found.append(Judged(situation, one, other, difference(*kept).half_width))
+    layouts = (plan, best_system)
+    found = [
+        _compared(situation, changed.parts[0].trace, *(on_time(changed, 0, layout) for layout in layouts))
+        for situation, changed in _situations(problem, rest, anew)
+    ]
     if problem.rules.survives == "gpu":
-        kept = [after_a_loss(on(problem, rest), layout) for layout in (plan, best_system)]
-        one, other = (float(np.mean(each)) for each in kept)
-        found.append(Judged("a GPU is lost", one, other, difference(*kept).half_width))
+        kept = (after_a_loss(on(problem, rest), layout) for layout in layouts)
+        found.append(_compared("a GPU is lost", rest, *kept))
     return found
+
+
+def _compared(situation: str, trace: Trace, plan: Bools, best_system: Bools) -> Judged:
+    one, other = (float(np.mean(each)) for each in (plan, best_system))
+    requests, kept = (np.bincount(trace.model[rows], minlength=len(trace.models)) for rows in (slice(None), plan))
+    shares = {name: kept[at] / requests[at] for at, name in enumerate(trace.models) if requests[at]}
+    worst = min(shares, key=shares.__getitem__)
+    return Judged(situation, one, other, difference(plan, best_system).half_width, worst, float(shares[worst]))
 
 
 def after_a_loss(problem: Problem, layout: Layout) -> Bools:

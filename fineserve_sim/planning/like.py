@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from fineserve_sim.experiment import load_experiment
-from fineserve_sim.planning.make import ModelWish, model_wish
+from fineserve_sim.planning.gpus import Kind
+from fineserve_sim.planning.wish import ModelWish, model_wish
 
 KEPT = ("engine", "runtime")
 """Parts of the file that a plan has as they are."""
@@ -19,21 +20,18 @@ KEPT = ("engine", "runtime")
 
 @dataclass(frozen=True, slots=True)
 class Like:
-    """The models of a file, each in the one way in which it runs there, and its GPU. ``kept`` are keys of a plan, of which
-    ``folder`` says where relative paths start."""
+    """The models of a file, each in the one way in which it runs there, and its GPU (None: it has several kinds). ``kept`` are
+    keys of a plan, of which ``folder`` says where relative paths start."""
 
     models: tuple[ModelWish, ...]
-    gpu: str | Mapping[str, Any]
+    gpu: Kind | None
     kept: Mapping[str, Any]
 
 
 def like(path: Path) -> Like:
-    """Read ``path``. Raises ConfigError for a file that is no experiment, or has several kinds of GPUs or an open degree."""
+    """Read ``path``. Raises ConfigError for a file that is no experiment, or has models that a plan does not know."""
     experiment = load_experiment(path)
     data, document = experiment.document.data, experiment.document
-    gpu = data["cluster"].get("gpu")
-    if gpu is None:
-        raise document.error(("cluster",), "has several kinds of GPUs; a plan is made for one")
     models = []
     for index, entry in enumerate(data["models"]):
         if entry.get("tp", 1) == "auto":
@@ -44,7 +42,11 @@ def like(path: Path) -> Like:
             raise document.error(("models", index, "dp"), "a plan knows no data-parallel ranks; leave it out")
         models.append(ModelWish(entry["id"], entry["model"], ((entry["precision"], entry.get("tp", 1)),)))
     folder = path.resolve().parent / data.get("folder", "")
-    return Like(tuple(models), gpu, {"folder": str(folder)} | {key: data[key] for key in KEPT if key in data})
+    return Like(
+        tuple(models),
+        data["cluster"].get("gpu"),
+        {"folder": str(folder)} | {key: data[key] for key in KEPT if key in data},
+    )
 
 
 def wanted(models: Sequence[str] | None, file: Path | None) -> tuple[tuple[ModelWish, ...], Like | None]:

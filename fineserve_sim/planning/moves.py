@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from random import Random
 
 from fineserve_sim.planning.problem import Group, Home, Layout, Problem, residents
-from fineserve_sim.policy.interfaces import GpuSlot
 from fineserve_sim.policy.placement import tp_groups
 
 
@@ -20,9 +19,8 @@ class Moves:
 
     def __init__(self, problem: Problem, rng: Random) -> None:
         self._problem, self._rng = problem, rng
-        slots = [GpuSlot(gpu.id, gpu.node, 0) for gpu in problem.gpus]
         degrees = {option.tp for options in problem.options for option in options}
-        self._groups: Mapping[int, Sequence[Group]] = {tp: tp_groups(slots, tp) for tp in degrees}
+        self._groups: Mapping[int, Sequence[Group]] = {tp: tp_groups(problem.slots, tp) for tp in degrees}
 
     def draw(self, layout: Layout, by_gpu: Mapping[int, float], by_model: Sequence[float]) -> Iterator[Layout]:
         """Layouts one move away that keep the rules, without end; where no move is possible, the layout itself."""

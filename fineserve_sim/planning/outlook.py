@@ -13,10 +13,11 @@ from itertools import accumulate
 import numpy as np
 from fineserve_traces import Trace
 
-from fineserve_sim.planning.islands import Member, Simulated, on_time, served
+from fineserve_sim.planning.find import SYSTEMS, starts
+from fineserve_sim.planning.islands import Simulated, on_time, served
 from fineserve_sim.planning.judge import after_a_loss, on
-from fineserve_sim.planning.problem import Group, Home, Layout, Problem, residents
-from fineserve_sim.planning.wish import SYSTEMS, starts
+from fineserve_sim.planning.problem import Group, Home, Layout, Member, Problem, residents
+from fineserve_sim.policy.placement import tp_groups
 from fineserve_sim.policy.placement.queueing import load_of
 
 SITUATIONS = ("unseen requests", "twice the load", "the worst GPU is lost")
@@ -98,7 +99,8 @@ def _dedicated(problem: Problem) -> tuple[Problem, Layout]:
         Home(option, (tuple(range(end - degree, end)),))
         for option, degree, end in zip(problem.first, degrees, ends, strict=True)
     )
-    gpus = tuple(replace(problem.gpus[0], id=id) for id in range(ends[-1]))
+    largest = max(problem.gpus, key=lambda gpu: gpu.spec.memory_bytes)
+    gpus = tuple(replace(largest, id=id) for id in range(ends[-1]))
     return replace(problem, scenario=replace(problem.scenario, gpus=gpus)), layout
 
 
@@ -131,19 +133,20 @@ def _mean(kept: np.ndarray) -> float:
 
 def _alone(unseen: Problem, model: int, home: Home) -> float:
     """The share of a model's requests that are on time where nobody shares the GPUs of its instances."""
-    kept = []
+    kept, kinds = [], tuple(unseen.kind_of[group[0]] for group in home.groups)
     for number, group in enumerate(home.groups):
-        island = (Member(model, home.option, number, len(home.groups), tuple(range(len(group)))),)
+        island = (Member(model, home.option, number, kinds, tuple(range(len(group)))),)
         found = served(unseen, 0, island)
         kept.append(np.zeros(0, dtype=np.bool_) if found is None else found.on_time)
     return _mean(np.concatenate(kept)) if kept else 0.0
 
 
 def _prompts_busy(problem: Problem, model: int, home: Home) -> float:
-    """The part of the time of an instance that its prompts take, each alone on the GPU."""
+    """The part of the time of the first instance that its prompts take, each alone on the GPU."""
     if not home.groups:
         return 0.0
-    load = load_of(problem.demands[model][home.option], len(home.groups))
+    first = Member(model, home.option, 0, tuple(problem.kind_of[group[0]] for group in home.groups), ())
+    load = load_of(problem.demands[model][home.option].on(first.kind), 1 / problem.share(first))
     return load.rate_per_s * load.work_s
 
 
@@ -163,14 +166,9 @@ def _elsewhere(chosen: Simulated, plan: Layout, model: int) -> Elsewhere | None:
 
 def _other_groups(chosen: Simulated, plan: Layout, model: int) -> Sequence[Group]:
     """Groups of GPUs of the same size on one node, those first that lose least."""
-    home, gpus, losses = plan[model], chosen.problem.gpus, chosen.by_gpu(plan)
+    home, losses = plan[model], chosen.by_gpu(plan)
     if not home.groups:
         return ()
-    size = len(home.groups[0])
-    aligned = (tuple(range(first, first + size)) for first in range(0, len(gpus) - size + 1, size))
-    free = [
-        group
-        for group in aligned
-        if len({gpus[gpu].node for gpu in group}) == 1 and not any(set(group) & set(own) for own in home.groups)
-    ]
+    every = tp_groups(chosen.problem.slots, len(home.groups[0]))
+    free = [group for group in every if not any(set(group) & set(own) for own in home.groups)]
     return sorted(free, key=lambda group: sum(losses.get(gpu, 0.0) for gpu in group))

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from fineserve_sim.cluster.compose.memory import slots_of
 from fineserve_sim.experiment.show.answer import dollars, percent
 from fineserve_sim.experiment.show.page.build import no_filters, section, write_document
 from fineserve_sim.experiment.show.page.first import BAD, GOOD, HALF
 from fineserve_sim.experiment.show.page.html import Html, Row, joined, table, tag
 from fineserve_sim.experiment.show.page.legend import legend
 from fineserve_sim.experiment.show.page.style import Looks, Spec, axis, frame, percent_range, rounded
-from fineserve_sim.planning.judge import warnings
-from fineserve_sim.planning.make import Found, problem_of, unseen
+from fineserve_sim.planning.gpus import named, price_of
+from fineserve_sim.planning.make import Found
 from fineserve_sim.planning.outlook import SITUATIONS, Beside, Outlook, Reason, outlook
 from fineserve_sim.planning.problem import Group, residents
+from fineserve_sim.planning.wish import problem_of, unseen
 from fineserve_sim.systems import load_systems
 
 PAGE = "plan.html"
@@ -27,32 +27,33 @@ _FIGURE = "beside"
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a page tells. ``target``: the share to keep, if one was given; ``usd_per_gpu_hour``: None where it is not known."""
+    """What a page tells. ``usable_bytes``: by GPU. ``one_a_model``: the GPUs that would take, and what they cost an hour."""
 
     found: Found
     outlook: Outlook
     plan_file: str
-    usable_bytes: int
-    target: float | None = None
-    usd_per_gpu_hour: float | None = None
-
-    def price(self, gpus: int) -> str:
-        """Some GPUs and what they cost an hour."""
-        usd = "" if self.usd_per_gpu_hour is None else f", ${dollars(self.usd_per_gpu_hour * gpus)} an hour"
-        return f"{gpus} {self.gpu}{usd}"
+    usable_bytes: tuple[int, ...]
+    one_a_model: str
 
     @property
-    def gpu(self) -> str:
-        gpu = self.found.wish.gpu
-        return gpu if isinstance(gpu, str) else str(gpu.get("name", "GPUs"))
+    def cluster(self) -> str:
+        """The GPUs of the plan, with the model's error where there is one, and what they cost an hour."""
+        found = self.found
+        return f"{found.wish.cluster}{found.sure.beside_gpus}{_usd(found.usd_per_hour)}"
 
 
-def shown(found: Found, plan_file: Path, target: float | None, usd_per_gpu_hour: float | None) -> Shown:
+def _usd(usd: float | None) -> str:
+    return "" if usd is None else f", ${dollars(usd)} an hour"
+
+
+def shown(found: Found, plan_file: Path, prices: Mapping[str, float]) -> Shown:
     """Simulate what the page tells beside the answer."""
     problem = problem_of(found.wish)
-    usable_bytes = slots_of(problem.scenario)[0].memory_bytes
     seen = outlook(problem, unseen(found.wish), found.best.layout)
-    return Shown(found, seen, str(plan_file), usable_bytes, target, usd_per_gpu_hour)
+    largest = max(zip(problem.kinds, found.wish.kinds, strict=True), key=lambda kinds: kinds[0].memory_bytes)[1][0]
+    gpus = seen.beside[-1].gpus
+    one_a_model = f"{named(gpus, largest)}{_usd(price_of(gpus, largest, prices))}"
+    return Shown(found, seen, str(plan_file), tuple(slot.memory_bytes for slot in problem.slots), one_a_model)
 
 
 def write_page(shown: Shown, path: Path) -> Path:
@@ -62,16 +63,16 @@ def write_page(shown: Shown, path: Path) -> Path:
     return write_document(path, title, tag("main", *parts, class_="run"), {_FIGURE: _chart(shown.outlook.beside)})
 
 
-def verdict_of(shown: Shown) -> str:
+def verdict_of(found: Found) -> str:
     """``good`` where unseen requests keep the target, or where none was given and the plan generalises."""
-    if shown.target is not None and shown.found.judged[0].plan < shown.target:
+    if not found.holds:
         return BAD
-    return HALF if warnings(shown.found.judged, shown.found.promised) else GOOD
+    return HALF if found.warnings else GOOD
 
 
 def _first(shown: Shown) -> Html:
-    colour = verdict_of(shown)
-    words = "Best found" if shown.target is None and colour == GOOD else _WORDS[colour]
+    colour = verdict_of(shown.found)
+    words = "Best found" if shown.found.target is None and colour == GOOD else _WORDS[colour]
     told = tag("p", tag("b", words, class_=f"badge is-{colour}"), " ", _headline(shown), class_="verdict-line")
     lines = [tag("p", line) for line in _sentences(shown)]
     return tag("section", tag("div", told, *lines), _map(shown), class_=f"first is-{colour}")
@@ -80,7 +81,7 @@ def _first(shown: Shown) -> Html:
 def _headline(shown: Shown) -> str:
     row = shown.found.judged[0]
     return (
-        f"{shown.price(shown.found.wish.gpus)}: {percent(row.plan)} of the requests that the search never saw are on time, "
+        f"{shown.cluster}: {percent(row.plan)} of the requests that the search never saw are on time, "
         f"{percent(row.best_system)} as {_title(shown.found.best_system)} places the models."
     )
 
@@ -88,16 +89,19 @@ def _headline(shown: Shown) -> str:
 def _sentences(shown: Shown) -> Iterator[str]:
     """The cost beside one GPU a model, what a busier day and a lost GPU do, and what to be careful about."""
     plan, *_, alone = shown.outlook.beside
-    yield f"One GPU a model would take {shown.price(alone.gpus)}, with {percent(alone.on_time[0])} on time."
+    yield f"One GPU a model would take {shown.one_a_model}, with {percent(alone.on_time[0])} on time."
     _, doubled, lost = map(percent, plan.on_time)
     yield f"At twice the load {doubled} are on time; without the GPU that costs most, {lost}."
-    yield from warnings(shown.found.judged, shown.found.promised)
+    worst = shown.found.judged[0]
+    yield f"On time in all: {shown.found.sure}. The worst model is {worst.worst_model}, with {percent(worst.worst)}."
+    yield shown.found.sure.why
+    yield from shown.found.warnings
 
 
 def _map(shown: Shown) -> Html:
     """A box a GPU: the models on it, and what they take of its memory."""
     homes, here = shown.found.homes, residents(shown.found.best.layout)
-    boxes = [_box(shown, gpu, sorted(set(here.get(gpu, ())))) for gpu in range(shown.found.wish.gpus)]
+    boxes = [_box(shown, gpu, sorted(set(here.get(gpu, ())))) for gpu in range(shown.found.wish.count)]
     key = [tag("span", tag("i", class_=name), f" {text} ") for name, text in (("weights", "engines"), ("kv", "KV"))]
     unplaced = [each.id for each, home in homes if not home.groups]
     missing = [tag("p", f"No GPU has room for {', '.join(unplaced)}.", class_="bad")] if unplaced else []
@@ -107,19 +111,26 @@ def _map(shown: Shown) -> Html:
 def _box(shown: Shown, gpu: int, models: Sequence[int]) -> Html:
     homes, reasons = shown.found.homes, shown.outlook.reasons
     engines = sum(reasons[model].engine_bytes * _engines_on(homes[model][1].groups, gpu) for model in models)
-    share = min(1.0, engines / shown.usable_bytes)
+    usable_bytes = shown.usable_bytes[gpu]
+    share = min(1.0, engines / usable_bytes)
     bar = [
-        tag("i", class_=name, style=f"width:{100 * part:.1f}%", title=f"{part * shown.usable_bytes / 2**30:.1f} GiB")
+        tag("i", class_=name, style=f"width:{100 * part:.1f}%", title=f"{part * usable_bytes / 2**30:.1f} GiB")
         for name, part in (("weights", share), ("kv", 1 - share))
     ]
     names = [f"{homes[model][0].id} ({_way(shown, model)})" for model in models]
     return tag(
         "div",
-        tag("b", f"GPU {gpu}"),
+        tag("b", _gpu(shown, gpu)),
         tag("div", joined(bar), class_="fill"),
         tag("span", ", ".join(names) or "no model"),
         class_="gpu",
     )
+
+
+def _gpu(shown: Shown, gpu: int) -> str:
+    """The number of a GPU, with its kind where there are several."""
+    kinds = [str(kind) for kind, count in shown.found.wish.kinds for _ in range(count)]
+    return f"GPU {gpu}, {kinds[gpu]}" if len(shown.found.wish.kinds) > 1 else f"GPU {gpu}"
 
 
 def _engines_on(groups: Sequence[Group], gpu: int) -> int:
@@ -146,12 +157,25 @@ def _sections(shown: Shown) -> Iterator[Html]:
     yield section(
         "How it was judged",
         table(
-            ["requests on time", "plan", f"{_title(shown.found.best_system)}'s placement", "± (difference)"],
+            [
+                "requests on time",
+                "plan",
+                "worst model",
+                f"{_title(shown.found.best_system)}'s placement",
+                "± (difference)",
+            ],
             (
-                Row([row.situation, *map(percent, (row.plan, row.best_system, row.half_width))])
+                Row(
+                    [
+                        row.situation,
+                        percent(row.plan),
+                        f"{row.worst_model} {percent(row.worst)}",
+                        *map(percent, (row.best_system, row.half_width)),
+                    ]
+                )
                 for row in shown.found.judged
             ),
-            numeric=range(1, 4),
+            numeric=range(1, 5),
         ),
         tag("p", f"Of the requests by which it was chosen, the plan keeps {percent(shown.found.promised)} on time."),
     )

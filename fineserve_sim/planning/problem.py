@@ -15,13 +15,15 @@ from typing import Literal, NamedTuple
 import numpy as np
 from fineserve_traces import Trace
 
-from fineserve_sim.catalog import PrecisionSpec
+from fineserve_sim.catalog import GpuSpec, PrecisionSpec
 from fineserve_sim.cluster import Gpu, Scenario, ServedModel
-from fineserve_sim.cluster.compose.facts import demand_of
-from fineserve_sim.cluster.compose.memory import slots_of
+from fineserve_sim.cluster.compose.facts import demand_on
+from fineserve_sim.cluster.compose.memory import kinds_of, slots_of
 from fineserve_sim.cluster.scenario import Ints
-from fineserve_sim.policy.interfaces import ModelDemand
+from fineserve_sim.policy.controller import Turns
+from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand
 from fineserve_sim.policy.memory.ledger import MemoryLedger
+from fineserve_sim.policy.placement import split_rate, tp_groups
 
 Group = tuple[int, ...]
 
@@ -42,6 +44,22 @@ class Home(NamedTuple):
 
 Layout = tuple[Home, ...]
 """The home of each model, in their order."""
+
+
+class Member(NamedTuple):
+    """An engine as its island sees it: instance ``number`` of a model whose instances are on GPUs of these ``kinds``. ``gpus``:
+    those of its island."""
+
+    model: int
+    option: int
+    number: int
+    kinds: tuple[int, ...]
+    gpus: Group
+
+    @property
+    def kind(self) -> int:
+        """The kind of its GPUs."""
+        return self.kinds[self.number]
 
 
 class Limits(NamedTuple):
@@ -118,9 +136,28 @@ class Problem:
             for part in self.parts
         )
 
-    def requests(self, part: int, model: int, number: int = 0, of: int = 1) -> Ints:
-        """Rows of the requests of instance ``number`` of ``of`` of a model: they take turns."""
-        return self._rows[part][model][number::of]
+    def requests(self, part: int, model: int) -> Ints:
+        """Rows of the requests of a model."""
+        return self._rows[part][model]
+
+    def requests_of(self, part: int, member: Member) -> Ints:
+        """Rows of the requests of an engine: instances take turns, by the most that each can serve."""
+        rows, rates = self._rows[part][member.model], self.rates(member)
+        if len(set(rates)) == 1:
+            return rows[member.number :: len(rates)]
+        turns = Turns(rates)
+        whose = np.array([turns.next() for _ in rows], dtype=np.int64)
+        own: Ints = rows[whose == member.number]
+        return own
+
+    def rates(self, member: Member) -> list[float]:
+        """Requests a second of each instance of the member's model."""
+        return split_rate(self.demands[member.model][member.option], member.kinds)
+
+    def share(self, member: Member) -> float:
+        """The part of its model's requests that an engine has."""
+        rates = self.rates(member)
+        return rates[member.number] / sum(rates)
 
     @cached_property
     def lost(self) -> tuple[float, ...]:
@@ -159,12 +196,26 @@ class Problem:
         return replace(self.models[model], precision=how.precision, tp=how.tp)
 
     @cached_property
+    def slots(self) -> tuple[GpuSlot, ...]:
+        """The GPUs as placement sees them, in their order."""
+        return tuple(slots_of(self.scenario))
+
+    @cached_property
+    def kinds(self) -> tuple[GpuSpec, ...]:
+        """The kinds of GPU, by number."""
+        return tuple(kinds_of(self.gpus))
+
+    @cached_property
+    def kind_of(self) -> Mapping[int, int]:
+        """The number of the kind of each GPU."""
+        return {slot.id: slot.kind for slot in self.slots}
+
+    @cached_property
     def demands(self) -> tuple[tuple[ModelDemand, ...], ...]:
         """By model and option, what an engine takes."""
-        base = self.scenario
         return tuple(
             tuple(
-                demand_of(self.served(model, option), base.gpus[0].spec, base.engine, slope=False)
+                demand_on(self.served(model, option), self.kinds, self.scenario.engine, slope=False)
                 for option in range(len(options))
             )
             for model, options in enumerate(self.options)
@@ -172,16 +223,23 @@ class Problem:
 
     @cached_property
     def first(self) -> tuple[int, ...]:
-        """By model, the first option of which a GPU holds an engine: how it runs until a move says otherwise."""
-        room_bytes = slots_of(self.scenario)[0].memory_bytes
+        """By model, the first option for which there are GPUs that hold an engine: how it runs until a move says otherwise."""
+        room_bytes = max(slot.memory_bytes for slot in self.slots)
         return tuple(
-            next((number for number, each in enumerate(demands) if each.engine_bytes <= room_bytes), len(demands) - 1)
+            next(
+                (
+                    number
+                    for number, each in enumerate(demands)
+                    if each.engine_bytes <= room_bytes and tp_groups(self.slots, each.tp)
+                ),
+                len(demands) - 1,
+            )
             for demands in self.demands
         )
 
     def ledger(self, layout: Layout) -> MemoryLedger | None:
         """What the engines of a layout claim; None where they do not fit."""
-        ledger = MemoryLedger.of(slots_of(self.scenario))
+        ledger = MemoryLedger.of(self.slots)
         for model, home in enumerate(layout):
             engine_bytes = self.demands[model][home.option].engine_bytes
             for number, group in enumerate(home.groups):
@@ -209,45 +267,6 @@ class Problem:
             if served.id in rules.pinned
             for group in home.groups
         )
-
-
-def impossible(problem: Problem) -> str | None:
-    """Why no layout can give every model a GPU, in one line; None where nothing simple forbids it."""
-    slots = slots_of(problem.scenario)
-    if len({slot.kind for slot in slots}) > 1:
-        return "a plan is searched on GPUs of one kind; these are of several"
-    least = [min(demands, key=lambda demand: demand.tp * demand.engine_bytes) for demands in problem.demands]
-    for served, demands in zip(problem.models, problem.demands, strict=True):
-        if not any(demand.engine_bytes <= slots[0].memory_bytes for demand in demands):
-            takes = min(demand.engine_bytes for demand in demands) / 2**30
-            has = slots[0].memory_bytes / 2**30
-            return f"model {served.id} takes {takes:.1f} GiB of a GPU beside KV, which has {has:.1f} GiB usable"
-    takes, has = sum(each.tp * each.engine_bytes for each in least), sum(slot.memory_bytes for slot in slots)
-    if takes > has:
-        return f"the models take {takes / 2**30:.0f} GiB beside KV, {len(slots)} GPUs have {has / 2**30:.0f} GiB usable"
-    if why := _cannot_survive(problem, takes, has):
-        return why
-    engines = sum(min(demand.tp for demand in demands) for demands in problem.demands)
-    most = problem.rules.most_per_gpu
-    if most is not None and engines > most * len(slots):
-        needed = -(-engines // most)
-        return (
-            f"{engines} engines do not stand on {len(slots)} GPUs with at most {most} on each; {needed} GPUs would do"
-        )
-    return None
-
-
-def _cannot_survive(problem: Problem, takes: float, has: float) -> str | None:
-    """Why no layout survives the loss of a GPU or a node, where an engine of each model takes so many bytes."""
-    gpus, what = problem.gpus, problem.rules.survives
-    if what and 2 * takes > has:
-        return (
-            f"two engines of each model, to survive the loss of a {what}, take {2 * takes / 2**30:.0f} GiB beside KV, "
-            f"{len(gpus)} GPUs have {has / 2**30:.0f} GiB usable"
-        )
-    if what == "node" and len({gpu.node for gpu in gpus}) < 2:
-        return f"{len(gpus)} GPUs are one node, whose loss nothing survives"
-    return None
 
 
 def residents(layout: Layout) -> dict[int, list[int]]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import math
 
+from fineserve_sim.experiment.file.metric_names import EACH
 from fineserve_sim.experiment.show.out_of_reach import out_of_reach_lines
 from fineserve_sim.experiment.sizing.feasibility import Feasibility, Lengths, Limit, Question, alone
 from fineserve_sim.planning.problem import Problem
+from fineserve_sim.planning.target import Target
+
+_WORST = "worst model's "
 
 
-def out_of_reach(problem: Problem, target: float) -> str | None:
+def out_of_reach(problem: Problem, target: Target) -> str | None:
     """Why fewer requests than the target can be on time, in one line; None where nothing is known to forbid it."""
     scenario, limits = problem.scenario, problem.limits
     trace, gpus = problem.parts[0].trace, dict.fromkeys(gpu.spec for gpu in scenario.gpus)
@@ -25,13 +29,12 @@ def out_of_reach(problem: Problem, target: float) -> str | None:
             if found is None:
                 return None
             models.append(found)
-    found_all = Feasibility(models, {"slo_attainment": target})
+    found_all = Feasibility(models, target.shares)
     if not models or not found_all.hopeless:
         return None
-    within = 100 * found_all.bounds["slo_attainment"]
-    told = found_all.told()["models"]
-    return (
-        f"{within:.1f} % of the requests at most are on time on idle GPUs. {' '.join(out_of_reach_lines(told))}".rstrip(
-            "."
-        )
+    within = ", ".join(
+        f"{100 * share:.1f} % of the {_WORST * metric.startswith(EACH)}requests at most"
+        for metric, share in found_all.bounds.items()
     )
+    told = found_all.told()["models"]
+    return f"{within} are on time on idle GPUs. {' '.join(out_of_reach_lines(told))}".rstrip(".")

@@ -19,6 +19,7 @@ from random import Random
 from fineserve_sim.planning.islands import Island, Simulated, places_of
 from fineserve_sim.planning.moves import Moves
 from fineserve_sim.planning.problem import Home, Layout, Problem
+from fineserve_sim.planning.target import Target
 from fineserve_sim.policy.interfaces import Placement
 
 WINDOW = 8
@@ -39,10 +40,11 @@ DRAWS = 40
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best layout so far: its loss in weighted requests, and how many islands were simulated until then. ``stopped``: by
-    the user, before its time."""
+    """The best layout so far: its loss in weighted requests, in all and by model, and how many islands were simulated until
+    then. ``stopped``: by the user, before its time."""
 
     layout: Layout
+    late: tuple[float, ...]
     loss: float
     runs: int
     stopped: bool = False
@@ -60,10 +62,12 @@ def layout_of(problem: Problem, placement: Placement) -> Layout:
 
 
 class Search:
-    """Improves layouts of a problem. ``best``: so far."""
+    """Improves layouts of a problem. Where a target is asked of each model, what misses it comes before what is late in all.
+    ``best``: so far."""
 
-    def __init__(self, problem: Problem, simulated: Simulated, seed: int = 0) -> None:
+    def __init__(self, problem: Problem, simulated: Simulated, seed: int = 0, target: Target | None = None) -> None:
         self._problem, self._simulated, self._rng = problem, simulated, Random(seed)
+        self._target = target or Target()
         self._moves = Moves(problem, self._rng)
         self.best: Best | None = None
 
@@ -82,7 +86,7 @@ class Search:
     def _start_at(self, layout: Layout) -> None:
         """Take the layout if it is the best so far. It is not simulated further than to know that it is not."""
         simulated, most = self._simulated, inf if self.best is None else self.best.loss
-        islands = {place.island for place in places_of(layout)}
+        islands = {place.island for place in places_of(self._problem, layout)}
         simulated.ensure(dict.fromkeys(islands, most))
         whole = all(simulated.known[island].whole for island in islands) and simulated.loss(layout) < inf
         if whole and (self.best is None or self._cost(layout) < self._cost(self.best.layout)):
@@ -105,12 +109,14 @@ class Search:
             yield best
 
     def _keep(self, layout: Layout) -> Best:
-        self.best = Best(layout, self._simulated.loss(layout), self._simulated.runs)
+        late = tuple(self._simulated.by_model(layout))
+        self.best = Best(layout, late, self._simulated.loss(layout), self._simulated.runs)
         return self.best
 
-    def _cost(self, layout: Layout) -> tuple[float, int, int]:
-        """What is compared: the loss, then options further down, then instances."""
+    def _cost(self, layout: Layout) -> tuple[float, float, int, int]:
+        """What is compared: what single models miss of a target, the loss, then options further down, then instances."""
         return (
+            self._target.too_late(self._simulated.by_model(layout), self._problem.lost) if self._target.each else 0.0,
             self._simulated.loss(layout),
             sum(home.option for home in layout),
             sum(len(home.groups) for home in layout),
@@ -118,12 +124,12 @@ class Search:
 
     def _window(self, layout: Layout) -> Layout:
         """The best of some layouts one move away; the layout itself if none costs less."""
-        simulated, now = self._simulated, {place.island for place in places_of(layout)}
+        simulated, now = self._simulated, {place.island for place in places_of(self._problem, layout)}
         drawn = self._moves.draw(layout, simulated.by_gpu(layout), simulated.by_model(layout))
         window: list[Layout] = []
         wanted: dict[Island, float] = {}
         for found in dict.fromkeys(islice(drawn, DRAWS)):
-            changed = {place.island for place in places_of(found)}
+            changed = {place.island for place in places_of(self._problem, found)}
             spared = (
                 sum(simulated.of(island).sum for island in now - changed)
                 + self._unserved(layout)
@@ -134,7 +140,11 @@ class Search:
                 window.append(found)
                 wanted |= {island: max(limit, wanted.get(island, 0.0)) for island, limit in fresh.items()}
         simulated.ensure(wanted)
-        able = [each for each in window if all(simulated.known[place.island].whole for place in places_of(each))]
+        able = [
+            each
+            for each in window
+            if all(simulated.known[place.island].whole for place in places_of(self._problem, each))
+        ]
         return min([layout, *able], key=self._cost)
 
     def _unserved(self, layout: Layout) -> float:

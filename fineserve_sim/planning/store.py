@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from fineserve_sim.experiment.run.store import key_of, plain
-from fineserve_sim.planning.islands import Asked, Island, Losses, Member
-from fineserve_sim.planning.problem import Problem
+from fineserve_sim.planning.islands import Asked, Island, Losses
+from fineserve_sim.planning.problem import Member, Problem
 
 
 class Store:
@@ -62,12 +62,15 @@ def _row(line: str) -> dict[str, Any] | None:
 
 
 def _island(members: list[list[Any]]) -> Island:
-    return tuple(Member(model, option, number, of, tuple(gpus)) for model, option, number, of, gpus in members)
+    return tuple(
+        Member(model, option, number, tuple(kinds), tuple(gpus)) for model, option, number, kinds, gpus in members
+    )
 
 
 def digest_of(problem: Problem) -> str:
     """All that the losses of islands depend on: not the number of GPUs, and no rule."""
-    one = replace(problem.scenario, gpus=problem.gpus[:1])
+    kinds = (next(gpu for gpu in problem.gpus if gpu.spec == kind) for kind in problem.kinds)
+    one = replace(problem.scenario, gpus=tuple(kinds))
     parts = [(key_of(replace(one, trace=part.trace), 0), part.weight) for part in problem.parts]
     options = [[plain(option.precision), option.tp] for options in problem.options for option in options]
     described = json.dumps([parts, options, problem.limits], sort_keys=True)

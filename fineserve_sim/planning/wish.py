@@ -1,4 +1,4 @@
-"""What a user asks for, the problem that it makes, and one search for it.
+"""What a user asks for, and the problem that it makes.
 
 The search sees the first part of a trace (``CHOSEN``), as it is and a fifth faster. A plan that holds at exactly the load of
 the past alone is of no use. What is reported comes from the rest of the trace, where the plan stands beside the systems of the
@@ -8,9 +8,7 @@ papers, all of them on the same GPUs.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -20,19 +18,13 @@ from fineserve_traces import Trace
 
 from fineserve_sim import catalog
 from fineserve_sim.catalog import ModelSpec
-from fineserve_sim.cluster import Scenario, ScenarioError, ServedModel, simulate
-from fineserve_sim.cluster.compose.facts import demands_of
-from fineserve_sim.cluster.compose.place import place
+from fineserve_sim.cluster import Scenario, ServedModel
 from fineserve_sim.experiment import Experiment, experiment_for_trace
 from fineserve_sim.experiment.file.comparison import model_entries
-from fineserve_sim.experiment.run.executor import Executor
 from fineserve_sim.experiment.run.run import Run, scenario
-from fineserve_sim.planning.islands import Simulated
-from fineserve_sim.planning.problem import Layout, Limits, Option, Part, Problem, Rules, another_mix, impossible
-from fineserve_sim.planning.search import Best, Search, layout_of
-from fineserve_sim.planning.store import Store
-from fineserve_sim.policy.interfaces import ModelDemand
-from fineserve_sim.systems import load_systems
+from fineserve_sim.planning.gpus import Kind, Numbers, cluster_of, kinds_of, name_of, named
+from fineserve_sim.planning.impossible import impossible
+from fineserve_sim.planning.problem import Layout, Limits, Option, Part, Problem, Rules, another_mix
 
 CHOSEN = 2 / 3
 """The share of the requests by which a plan is chosen; the others judge it."""
@@ -43,17 +35,8 @@ FASTER, FASTER_WEIGHT = 1.2, 0.5
 MIXED_WEIGHT = 0.5
 """So do the same requests in another mix of models: what models get of a trace drifts."""
 
-SECONDS = 60.0
-"""How long a search takes where nothing else is said."""
-
 BASE = "fineserve"
 """The system whose scheduler, memory and sharing a plan has."""
-
-SYSTEMS = ("fineserve", "prism", "muxserve++", "s-partition", "static*", "dedicated")
-"""Systems of papers, with which a plan is compared."""
-
-STARTS = ("balanced", *SYSTEMS)
-"""Systems whose placements a search starts from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,15 +88,18 @@ def rules_of(
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a plan is asked for. ``load``: the plan is made for this many times the rate of the trace. ``spread``: requests are
-    dealt out, evenly or by shares. ``margin``: steps take so many times as long as predicted. ``kept``: keys of a file that
-    the plan has, too (``folder``, ``engine``, ``runtime``)."""
+    """What a plan is asked for.
+
+    ``gpus``: how many of ``gpu``, or of each kind. ``load``: the plan is made for this many times the rate of the trace.
+    ``spread``: requests are dealt out, evenly or by shares. ``margin``: steps take so many times as long as predicted.
+    ``kept``: keys of a file that the plan has, too (``folder``, ``engine``, ``runtime``).
+    """
 
     trace: Path
     models: tuple[ModelWish, ...]
-    gpus: int
+    gpus: Numbers
     ttft_slo_s: float
-    gpu: str | Mapping[str, Any] = "h100-sxm"
+    gpu: Kind = "h100-sxm"
     tpot_slo_s: float | None = None
     e2e_slo_s: float | None = None
     rate_scale: float = 1.0
@@ -124,26 +110,60 @@ class Wish:
     rules: Rules = field(default_factory=Rules)
     kept: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def kinds(self) -> list[tuple[Kind, int]]:
+        """Each kind of GPU and how many there are."""
+        return kinds_of(self.gpus, self.gpu)
+
+    @property
+    def count(self) -> int:
+        """GPUs of all kinds."""
+        return sum(count for _, count in self.kinds)
+
+    @property
+    def cluster(self) -> str:
+        """The GPUs in words."""
+        return named(self.gpus, self.gpu)
+
+    @property
+    def seats(self) -> list[tuple[str, int]]:
+        """Each GPU by its kind and its number among those of its kind."""
+        return [(name_of(kind), number) for kind, count in self.kinds for number in range(count)]
+
+    def on(self, gpus: Numbers, gpu: Kind | None = None) -> Wish:
+        """The same on fewer or more GPUs. A model stays pinned to the very GPUs, as far as they are there."""
+        other = replace(self, gpus=gpus, gpu=self.gpu if gpu is None else gpu)
+        new = _numbers(self, other)
+        pinned = {id: frozenset(new[gpu] for gpu in own if gpu in new) for id, own in self.rules.pinned.items()}
+        return replace(other, rules=replace(self.rules, pinned=pinned))
+
     def experiment(self, systems: Sequence[Any], **changed: Any) -> Experiment:
-        """This wish as an experiment on ``systems``, each model in its last option, the smallest one. Raises ConfigError."""
+        """This wish as an experiment on ``systems``, each model in its last option for which there are GPUs enough. Raises
+        ConfigError."""
+        ways = [self._last_option(each) for each in self.models]
         entries = [
-            {"id": each.id, "model": each.model, "precision": each.options[-1][0], "tp": each.options[-1][1]}
-            for each in self.models
+            {"id": each.id, "model": each.model, "precision": precision, "tp": tp}
+            for each, (precision, tp) in zip(self.models, ways, strict=True)
         ]
+        changes = self.settings | ({"cluster": cluster_of(self.gpus, self.gpu)} if len(self.kinds) > 1 else {})
         return experiment_for_trace(
             self.trace,
             systems,
             model_entries(entries, spread=self.spread),
-            gpu=self.gpu,
-            count=self.gpus,
+            gpu=self.kinds[0][0],
+            count=self.count,
             ttft_slo_s=self.ttft_slo_s,
             tpot_slo_s=self.tpot_slo_s,
             e2e_slo_s=self.e2e_slo_s,
             rate_scale=self.rate_scale * self.load,
             requests=self.requests,
-            overrides=[(key, json.dumps(value)) for key, value in self.settings.items() if key != "runtime"],
+            overrides=[(key, json.dumps(value)) for key, value in changes.items() if key != "runtime"],
             **changed,
         )
+
+    def _last_option(self, model: ModelWish) -> tuple[str, int]:
+        most = max(count for _, count in self.kinds)
+        return next((option for option in reversed(model.options) if option[1] <= most), model.options[-1])
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -152,6 +172,23 @@ class Wish:
             {} if self.margin is None else {"engine": {**self.kept.get("engine", {}), "step_time_factor": self.margin}}
         )
         return dict(self.kept) | slower
+
+
+def _numbers(old: Wish, new: Wish) -> dict[int, int]:
+    """The new number of each old GPU that is still there."""
+    there = {seat: number for number, seat in enumerate(new.seats)}
+    return {number: there[seat] for number, seat in enumerate(old.seats) if seat in there}
+
+
+def moved(layout: Layout, old: Wish, new: Wish) -> Layout:
+    """A layout for the GPUs of one wish on those of another. Instances whose GPUs are not there are left out."""
+    number = _numbers(old, new)
+    return tuple(
+        home._replace(
+            groups=tuple(tuple(number[gpu] for gpu in group) for group in home.groups if number.keys() >= set(group))
+        )
+        for home in layout
+    )
 
 
 def problem_of(wish: Wish) -> Problem:
@@ -204,80 +241,6 @@ def _option(id: str, model: ModelSpec, precision: str, tp: int) -> Option:
         raise ValueError(f"--model {id}: {problem}") from None
 
 
-def starts(problem: Problem) -> Iterator[tuple[str, Layout]]:
-    """Where systems place the models, by system, worked out one after the other; one that cannot is left out."""
-    models = tuple(problem.served(model, option) for model, option in enumerate(problem.first))
-    for name in STARTS:
-        with suppress(ScenarioError):
-            asked = replace(problem.scenario, models=models, system=load_systems()[name])
-            placement, _ = place(asked, demands_of(asked))
-            yield name, layout_of(problem, placement)
-
-
-def most_on_time(problem: Problem) -> int:
-    """How many requests of the first part can be on time at all, by the clairvoyant bound, each model in its fastest option."""
-    models = tuple(problem.served(model, _fastest(demands)) for model, demands in enumerate(problem.demands))
-    arrived = problem.parts[0].trace
-    result = simulate(replace(problem.scenario, models=models, trace=arrived, system=load_systems()["clairvoyant"]))
-    limits_s = np.array([problem.limits.ttft_s[problem.number_of[name]] for name in arrived.models])[arrived.model]
-    return int(np.count_nonzero(result.first_token_s - arrived.arrival_s <= limits_s))
-
-
-def _fastest(demands: Sequence[ModelDemand]) -> int:
-    """The option that computes most prompts a second on each of its GPUs."""
-
-    def gpu_s(option: int) -> float:
-        return min(point.ttft_s / point.batch for point in demands[option].profile) * demands[option].tp
-
-    return min(range(len(demands)), key=gpu_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """How far a search is: shares of the requests by which it chooses that the best plan keeps, and that any could."""
-
-    best: Best
-    share: float
-    bound: float
-    elapsed_s: float
-
-
-def search(
-    problem: Problem,
-    executor: Executor | None = None,
-    *,
-    evaluations: int | None = None,
-    seconds: float | None = None,
-    enough: float = 1.0,
-    seed: int = 0,
-    tell: Callable[[Told], None] = lambda told: None,
-    path: Path | None = None,
-) -> Best:
-    """The best layout that is found with so many simulated islands, or in so many seconds. The search ends early with a layout
-    that keeps ``enough``, a share of the requests by their weights. Without ``seconds`` the answer is the same on every
-    machine. Ctrl-C ends it with the best so far; ``path`` keeps what was simulated. Raises ValueError where no start fits."""
-    began_s = time.monotonic()
-    simulated = Simulated(problem, executor, Store(path, problem) if path else None)
-    own = Search(problem, simulated, seed)
-    bound = most_on_time(problem) / len(problem.parts[0].trace)
-    shown: Best | None = None
-    try:
-        for best in own.improve(layout for _, layout in starts(problem)):
-            elapsed_s = time.monotonic() - began_s
-            if best is not shown:
-                tell(Told(best, 1 - best.loss / problem.worth, bound, elapsed_s))
-                shown = best
-            spent = evaluations is not None and simulated.runs >= evaluations
-            if spent or (seconds is not None and elapsed_s >= seconds) or best.loss <= (1 - enough) * problem.worth:
-                break
-    except KeyboardInterrupt:
-        if own.best is None:
-            raise
-        return replace(own.best, stopped=True)
-    assert own.best is not None
-    return own.best
-
-
 def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
     """A layout as the text of an experiment: what ``run``, ``compare`` and ``size`` take."""
     models, groups = [], {}
@@ -294,7 +257,7 @@ def plan_document(wish: Wish, layout: Layout) -> dict[str, Any]:
     return {
         "fineserve": 1,
         "title": f"A plan for {wish.trace.name}",
-        "cluster": {"gpu": wish.gpu, "count": wish.gpus},
+        "cluster": cluster_of(wish.gpus, wish.gpu),
         "models": model_entries(models, spread=wish.spread),
         "workload": workload,
         "slo": {name: limit_s for name, limit_s in limits.items() if limit_s is not None},

@@ -5,6 +5,8 @@ from __future__ import annotations
 from fineserve_sim.planning.in_time import RIVALS, InTime
 from fineserve_sim.planning.make import Found
 
+STOPPED = "Stopped: this is the best so far. The same command goes on from here."
+
 
 def answer(found: Found) -> str:
     """Where each model goes, a sentence, and what the plan keeps beside the best system's placement, a line a situation."""
@@ -14,13 +16,12 @@ def answer(found: Found) -> str:
         for each, home in found.homes
     )
     kept = [
-        f"{row.situation}: {100 * row.plan:.1f} % of the requests on time, {100 * row.best_system:.1f} % "
-        f"as {found.best_system} places the models"
+        f"{row.situation}: {100 * row.plan:.1f} % of the requests on time ({100 * row.worst:.1f} % of {row.worst_model}'s), "
+        f"{100 * row.best_system:.1f} % as {found.best_system} places the models"
         for row in found.judged
     ]
-    gpu = found.wish.gpu
-    name = gpu if isinstance(gpu, str) else gpu.get("name", "GPU")
-    return "\n".join([f"On {found.wish.gpus} {name}: {homes}.", *kept])
+    where = f"On {found.wish.cluster}{found.sure.beside_gpus}: {homes}."
+    return "\n".join([where, *kept, f"{found.sure}. {found.sure.why}"])
 
 
 def in_time(found: InTime) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,13 +94,18 @@ def trace(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def spawn(tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
-    """Start the command line as a process of its own, with pipes for stdout and stderr."""
+def spawn(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Start the command line as a process of its own, with pipes for stdout and stderr. None outlives its test."""
+    started: list[subprocess.Popen[str]] = []
     colourless = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "GITHUB_ACTIONS")}
 
     def spawned(*arguments: str) -> subprocess.Popen[str]:
         command = [sys.executable, "-c", "from fineserve_sim.cli import main; main()", *arguments]
         pipe = subprocess.PIPE
-        return subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=colourless)
+        started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, cwd=tmp_path, env=colourless))
+        return started[-1]
 
-    return spawned
+    yield spawned
+    for process in started:
+        process.kill()
+        process.communicate()

@@ -127,6 +127,30 @@ def test_ctrl_c_ends_a_process_with_one_line(spawn: Callable[..., subprocess.Pop
     assert re.fullmatch(r"fineserve-sim: interrupted.*run the same command again to go on\n", err)
 
 
+IN_A_FINALIZER = """
+import signal, time
+from fineserve_sim.cli.console import interruptible
+
+class Interrupting:
+    def __del__(self):
+        signal.raise_signal(signal.SIGINT)
+
+with interruptible():
+    Interrupting()
+    print("lost", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_ctrl_c_in_a_finalizer_is_not_lost(tmp_path: Path) -> None:
+    """Python ignores what is raised there, and in the callbacks of an import."""
+    command = [sys.executable, "-c", IN_A_FINALIZER]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout == "lost\n"
+    assert done.stderr.startswith("fineserve-sim: interrupted; run the same command again to go on\n")
+    assert done.returncode != 0
+
+
 def test_the_trace_file_is_of_the_cell_that_one_names(call: Any, experiment: Path, tmp_path: Path) -> None:
     common = ("run", str(experiment), "--quick", "--jobs", "1", "--out", "out", "--trace-out")
     assert call(*common, "trace.json", "--cell", "rate_scale=2").code == 0

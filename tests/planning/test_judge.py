@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 from fineserve_traces import Trace
 
+from fineserve_sim.planning.find import Budget, best_system, search
 from fineserve_sim.planning.islands import Simulated, on_time
 from fineserve_sim.planning.judge import Judged, difference, judged, on, warnings, with_longer_steps
-from fineserve_sim.planning.make import ModelWish, Wish, best_system, problem_of, search
 from fineserve_sim.planning.problem import Problem, another_mix
+from fineserve_sim.planning.wish import ModelWish, Wish, problem_of
 
 MODELS = (ModelWish("large", "qwen2.5-14b", (("W16A16", 1),)), ModelWish("small", "llama-3.2-1b", (("W16A16", 1),)))
 
@@ -33,7 +34,7 @@ def trace_of(problem: Problem) -> Trace:
 
 
 def test_requests_on_time_are_those_that_the_search_counts(problem: Problem) -> None:
-    layout = search(problem, evaluations=3).layout
+    layout = search(problem, Budget(3)).layout
     alone = on(problem, trace_of(problem))
     kept = on_time(alone, 0, layout)
     assert 0 < kept.sum() < len(kept)
@@ -41,7 +42,7 @@ def test_requests_on_time_are_those_that_the_search_counts(problem: Problem) -> 
 
 
 def test_a_plan_is_judged_in_every_situation(problem: Problem) -> None:
-    layout = search(problem, evaluations=3).layout
+    layout = search(problem, Budget(3)).layout
     name, theirs = best_system(problem)
     rows = judged(problem, trace_of(problem), None, layout, theirs)
     assert name in {"fineserve", "prism", "muxserve++", "s-partition", "static*", "dedicated"}
@@ -59,7 +60,7 @@ def test_a_plan_is_judged_in_every_situation(problem: Problem) -> None:
 
 def test_longer_steps_are_a_faster_time(problem: Problem) -> None:
     """With all limits twice as long and half the requests a second, steps that take twice as long change nothing."""
-    layout = search(problem, evaluations=3).layout
+    layout = search(problem, Budget(3)).layout
     trace = trace_of(problem)
     slow = on(problem, replace(trace, arrival_s=trace.arrival_s * 2))
     wide = replace(slow, limits=slow.limits._replace(ttft_s=(0.6, 0.6)))
@@ -87,8 +88,8 @@ def test_a_difference_has_the_interval_of_pairs() -> None:
 
 
 def test_a_plan_that_does_not_generalise_is_told_so() -> None:
-    fine = Judged("unseen requests", 0.97, 0.95, 0.01)
-    assert warnings([fine, Judged("20 % faster", 0.94, 0.945, 0.01)], 0.98) == []
+    fine = Judged("unseen requests", 0.97, 0.95, 0.01, "a", 0.9)
+    assert warnings([fine, Judged("20 % faster", 0.94, 0.945, 0.01, "a", 0.9)], 0.98) == []
     worse, changed = warnings([replace(fine, plan=0.91)], 0.98)
     assert worse.startswith("The plan does not generalise: unseen requests, it keeps 91.0 % on time")
     assert "91.0 % of the unseen requests on time, but 98.0 %" in changed

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,7 +12,9 @@ from typer.testing import CliRunner
 import fineserve_sim as fs
 from fineserve_sim.cli import app
 from fineserve_sim.experiment import ConfigError, load_experiment
+from fineserve_sim.planning.gpus import price_of
 from fineserve_sim.planning.like import like
+from fineserve_sim.planning.question import question
 
 TEXT = """\
 fineserve: 1
@@ -74,6 +77,38 @@ def test_python_takes_a_file_as_well_and_names_its_gpu(file: Path, tmp_path: Pat
     assert found.experiment["runtime"] == yaml.safe_load(TEXT)["runtime"]
 
 
+@pytest.mark.parametrize(
+    ("options", "cluster"),
+    [
+        ({"gpus": 1, "gpu": "l40s"}, {"gpu": "l40s", "count": 1}),
+        (
+            {"gpus": {"h100-sxm": 1, "l40s": 1}},
+            {"nodes": [{"gpu": "h100-sxm", "count": 1}, {"gpu": "l40s", "count": 1}]},
+        ),
+    ],
+)
+def test_other_gpus_take_the_place_of_those_of_the_file(
+    options: dict[str, Any], cluster: dict[str, Any], file: Path, tmp_path: Path
+) -> None:
+    found = fs.plan(tmp_path / "trace.csv", like=file, **options, ttft_slo_s=5, evaluations=4, jobs=1)
+    assert found.experiment["cluster"] == cluster
+    assert found.experiment["engine"]["token_budget"] == 256
+
+
+def test_a_file_with_several_kinds_of_gpus_needs_their_numbers(file: Path, tmp_path: Path) -> None:
+    text = TEXT.replace("cluster:\n  count: 1\n  gpu: ", "cluster:\n  nodes:\n   - count: 1\n     gpu: ")
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match="--gpus 2: --like has GPUs of several kinds; name them, as in"):
+        fs.plan(tmp_path / "trace.csv", like=file, gpus=2, ttft_slo_s=5)
+
+
+def test_a_price_is_one_of_the_gpu_of_the_file(file: Path, tmp_path: Path) -> None:
+    taken = like(file)
+    rest = {"apart": (), "pin": {}, "most_per_gpu": None, "survive": None, "ttft_slo_s": 5}
+    asked = question(tmp_path / "trace.csv", taken.models, taken, 2, [], {"": 0.5}, None, **rest)
+    assert price_of(asked.wish.gpus, asked.wish.gpu, asked.prices) == 1.0
+
+
 @pytest.mark.parametrize("options", [[], ["--like", "FILE", "--model", "a=llama-3.2-1b"]])
 def test_models_come_from_one_place(options: list[str], file: Path, tmp_path: Path) -> None:
     given = [str(file) if option == "FILE" else option for option in options]
@@ -91,11 +126,6 @@ def test_models_come_from_one_place(options: list[str], file: Path, tmp_path: Pa
             "precision: awq,",
             "precision: awq, speculative: {tokens: 2, acceptance: 0.5},",
             "models.1.speculative: a plan knows no draft models",
-        ),
-        (
-            "cluster:\n  count: 1\n  gpu: ",
-            "cluster:\n  nodes:\n   - count: 1\n     gpu: ",
-            "cluster: has several kinds",
         ),
     ],
 )

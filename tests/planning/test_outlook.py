@@ -8,17 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fineserve_sim.planning.find import Budget
 from fineserve_sim.planning.islands import Simulated, on_time
 from fineserve_sim.planning.judge import on
-from fineserve_sim.planning.make import Found, ModelWish, Wish, found, problem_of, unseen
+from fineserve_sim.planning.make import Found, found
 from fineserve_sim.planning.outlook import SITUATIONS, Elsewhere, Outlook, Reason, outlook
 from fineserve_sim.planning.page import shown, verdict_of, why, write_page
 from fineserve_sim.planning.problem import Home
+from fineserve_sim.planning.question import Question
+from fineserve_sim.planning.target import Target
+from fineserve_sim.planning.wish import ModelWish, Wish, problem_of, unseen
 
 MODELS = tuple(
     ModelWish(name, model, (("W16A16", 1),))
     for name, model in (("large", "qwen2.5-14b"), ("small", "llama-3.2-1b"), ("other", "llama-3.2-3b"))
 )
+
+PRICES = {"h100-sxm": 2.5}
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +35,8 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Found:
     prompts, outputs = rng.integers(200, 4000, 120), rng.integers(2, 20, 120)
     rows = [f"{a:.4f},{p},{o}" for a, p, o in zip(arrival_s, prompts, outputs, strict=True)]
     path.write_text("arrival_s,prompt_tokens,output_tokens\n" + "\n".join(rows) + "\n")
-    return found(Wish(path, MODELS, gpus=2, ttft_slo_s=0.3, spread=True), evaluations=4)
+    wish = Wish(path, MODELS, gpus=2, ttft_slo_s=0.3, spread=True)
+    return found(Question(wish, None, PRICES, ("h100-sxm",)), Budget(4))
 
 
 @pytest.fixture(scope="module")
@@ -72,9 +79,9 @@ def test_another_place_is_the_best_of_all_where_few_are(plan: Found, seen: Outlo
 
 
 def test_the_page_tells_it_and_is_the_same_again(plan: Found, tmp_path: Path) -> None:
-    told = shown(plan, Path("out/plan.yaml"), 0.5, 2.5)
+    told = shown(plan, Path("out/plan.yaml"), PRICES)
     text = write_page(told, tmp_path / "plan.html").read_text(encoding="utf-8")
-    assert verdict_of(told) in ("good", "half")
+    assert verdict_of(plan) in ("good", "half")
     for words in (
         *SITUATIONS,
         "Why each model is where it is",
@@ -84,7 +91,7 @@ def test_the_page_tells_it_and_is_the_same_again(plan: Found, tmp_path: Path) ->
         assert words in text
     assert f"{100 * plan.judged[0].plan:.1f} % of the requests that the search never saw are on time" in text
     assert write_page(told, tmp_path / "again.html").read_text(encoding="utf-8") == text
-    assert verdict_of(replace(told, target=1.0)) == "bad"
+    assert verdict_of(replace(plan, target=Target(1.0))) == "bad"
 
 
 def test_reasons_in_words() -> None:

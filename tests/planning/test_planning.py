@@ -16,10 +16,13 @@ from fineserve_sim.cli import app
 from fineserve_sim.cluster import Fate, simulate
 from fineserve_sim.experiment import load_experiment
 from fineserve_sim.experiment.run.executors import executor_of
+from fineserve_sim.planning.fewest import cheapest, fewest
+from fineserve_sim.planning.find import Budget, search
 from fineserve_sim.planning.islands import Simulated, losses, places_of
-from fineserve_sim.planning.make import ModelWish, Wish, cheapest, fewest, plan_document, problem_of, search
 from fineserve_sim.planning.problem import Home, Layout, Problem, Rules
 from fineserve_sim.planning.reach import out_of_reach
+from fineserve_sim.planning.target import Target
+from fineserve_sim.planning.wish import ModelWish, Wish, plan_document, problem_of
 from fineserve_sim.systems.spec import PinnedPlacementSpec
 
 MODELS = (
@@ -77,33 +80,33 @@ def test_the_loss_of_islands_is_the_loss_of_the_whole_cluster(problem: Problem) 
 def test_the_search_finds_what_brute_force_finds(problem: Problem) -> None:
     own = replace(problem, options=tuple(options[:1] for options in problem.options))
     least = min(Simulated(own).loss(layout) for layout in every_layout(own))
-    assert search(own, evaluations=60).loss == least
+    assert search(own, Budget(60)).loss == least
 
 
 @pytest.mark.slow
 def test_so_many_evaluations_give_the_same_plan_with_any_number_of_processes(problem: Problem) -> None:
-    alone = search(problem, evaluations=40, seed=3)
+    alone = search(problem, Budget(40, seed=3))
     with executor_of("local", 2) as two:
-        assert search(problem, two, evaluations=40, seed=3) == alone
+        assert search(problem, Budget(40, seed=3, executor=two)) == alone
 
 
 @pytest.mark.slow
 def test_a_limit_stops_early_and_never_says_too_much(problem: Problem) -> None:
     for layout in every_layout(problem):
-        for island, _ in places_of(layout):
+        for island, _ in places_of(problem, layout):
             whole, cut = losses(problem, island), losses(problem, island, limit=1.0)
             assert cut == whole if cut.whole else 1.0 <= cut.sum <= whole.sum
 
 
 def test_islands_are_the_same_on_any_gpus(problem: Problem) -> None:
     one, other = (Home(0, ((0,),)), Home(0, ((1,),)))
-    mirrored = [places_of((a, b, b)) for a, b in ((one, other), (other, one))]
+    mirrored = [places_of(problem, (a, b, b)) for a, b in ((one, other), (other, one))]
     assert {place.island for place in mirrored[0]} == {place.island for place in mirrored[1]}
 
 
 def test_rules_hold_at_every_plan(problem: Problem) -> None:
     rules = Rules(apart=frozenset({frozenset({"large", "middle"})}), pinned={"small": frozenset({1})}, most_per_gpu=2)
-    layout = search(replace(problem, rules=rules), evaluations=40).layout
+    layout = search(replace(problem, rules=rules), Budget(40)).layout
     large, middle, small = ({gpu for group in home.groups for gpu in group} for home in layout)
     assert not large & middle
     assert small <= {1}
@@ -111,7 +114,7 @@ def test_rules_hold_at_every_plan(problem: Problem) -> None:
 
 def test_each_model_outlives_the_loss_of_a_gpu(wish: Wish) -> None:
     problem = problem_of(replace(wish, rules=Rules(survives="gpu")))
-    layout = search(problem, evaluations=60).layout
+    layout = search(problem, Budget(60)).layout
     assert problem.exposed(layout) == []
     for gpu in range(wish.gpus):
         assert all(any(gpu not in group for group in home.groups) for home in layout)
@@ -124,22 +127,28 @@ def test_losses_that_nothing_survives_are_told_before_the_search(wish: Wish) -> 
     with pytest.raises(ValueError, match="no plan: 2 GPUs are one node, whose loss nothing survives"):
         problem_of(replace(wish, rules=Rules(survives="node")))
     with pytest.raises(
-        ValueError, match=r"no plan: two engines of each model, .*, take \d+ GiB beside KV, 1 GPUs have"
+        ValueError, match=r"no plan: two engines of each model, .*, take \d+ GiB beside KV, 2 GPUs have"
     ):
         large = ModelWish("large", "qwen3-32b", (("W16A16", 1),))
-        problem_of(replace(wish, models=(large,), gpus=1, rules=Rules(survives="gpu")))
+        problem_of(replace(wish, models=(large, replace(large, id="other")), rules=Rules(survives="gpu")))
 
 
 def test_the_cheapest_type_of_gpu_is_found(wish: Wish) -> None:
     """Whichever the prices, no other type keeps the target for less."""
     small = replace(wish, models=MODELS[1:], gpus=3, ttft_slo_s=2.0)
-    counts = {gpu: fewest(replace(small, gpu=gpu), 0.9, evaluations=20)[0].gpus for gpu in ("h100-sxm", "l40s")}
+    counts = {gpu: fewest(replace(small, gpu=gpu), Target(0.9), Budget(20))[0].gpus for gpu in ("h100-sxm", "l40s")}
     for prices in ({"h100-sxm": 3.0, "l40s": 1.0}, {"l40s": 9.0, "h100-sxm": 3.0}):
-        asked, best = cheapest(small, prices, 0.9, evaluations=40)
+        asked, best = cheapest(small, prices, Target(0.9), Budget(40), list(prices))
         assert prices[asked.gpu] * asked.gpus == min(prices[gpu] * counts[gpu] for gpu in prices)
         assert best.loss <= 0.1 * problem_of(asked).worth
     with pytest.raises(ValueError, match=r"h100-sxm: .*; l40s: "):
-        cheapest(replace(small, ttft_slo_s=0.02, gpus=1), {"h100-sxm": 3.0, "l40s": 1.0}, 0.99, evaluations=4)
+        cheapest(
+            replace(small, ttft_slo_s=0.02, gpus=1),
+            {"h100-sxm": 3.0, "l40s": 1.0},
+            Target(0.99),
+            Budget(4),
+            ["h100-sxm", "l40s"],
+        )
 
 
 def test_several_types_of_gpu_need_a_target_and_prices(wish: Wish) -> None:
@@ -169,14 +178,14 @@ def test_impossible_wishes_say_what_is_missing(wish: Wish) -> None:
 
 def test_more_gpus_are_never_worse_where_the_smaller_plan_is_a_start(wish: Wish, problem: Problem) -> None:
     more = problem_of(replace(wish, gpus=3))
-    two = search(problem, evaluations=30)
+    two = search(problem, Budget(30))
     assert Simulated(more).loss(two.layout) == two.loss
 
 
 def test_the_document_of_a_plan_runs_and_keeps_what_was_promised(wish: Wish, problem: Problem) -> None:
     from fineserve_sim.experiment import experiment_from
 
-    layout = search(problem, evaluations=30).layout
+    layout = search(problem, Budget(30)).layout
     experiment = experiment_from(json.loads(json.dumps(plan_document(wish, layout))))
     placement = experiment.setup.systems["plan"].placement
     assert isinstance(placement, PinnedPlacementSpec)
@@ -215,17 +224,17 @@ def test_what_is_out_of_reach_is_not_searched(wish: Wish) -> None:
     """Alone on idle GPUs, in whichever option, too many prompts take longer than the limit."""
     tight = replace(wish, models=MODELS[:1], ttft_slo_s=0.03)
     problem = problem_of(tight)
-    why = out_of_reach(problem, 0.9)
+    why = out_of_reach(problem, Target(0.9))
     assert why is not None and re.fullmatch(
         r"[\d.]+ % of the requests at most are on time on idle GPUs\. large \(TP \d\): [\d.]+ % of its requests cannot have a "
         r"first token within 0\.03 s \(prompts above [\d,]+ tokens\)",
         why,
     )
     with pytest.raises(ValueError, match="no plan on any number of GPUs: "):
-        fewest(tight, 0.9, evaluations=10_000)
+        fewest(tight, Target(0.9), Budget(10_000))
     within = float(why.split()[0]) / 100
-    assert out_of_reach(problem, within - 0.01) is None
-    assert search(problem, evaluations=20).loss >= (1 - within - 0.001) * problem.worth
+    assert out_of_reach(problem, Target(within - 0.01)) is None
+    assert search(problem, Budget(20)).loss >= (1 - within - 0.001) * problem.worth
 
 
 def test_python_finds_the_fewest_gpus(wish: Wish) -> None:
@@ -235,7 +244,15 @@ def test_python_finds_the_fewest_gpus(wish: Wish) -> None:
     found = fs.plan(wish.trace, models, gpus=3, ttft_slo_s=5.0, spread=True, target=0.9, evaluations=30, jobs=1)
     assert found.experiment["cluster"]["count"] == 1
     assert found.judged["plan"].min() > 0.9
-    with pytest.raises(ValueError, match="no plan on 1 GPUs keeps 100 % as far as was searched"):
+    with pytest.raises(ValueError, match=r"no plan on 1 h100-sxm keeps 100 % .*: the best found keeps \d+"):
         fs.plan(
             wish.trace, models, gpus=1, ttft_slo_s=0.3, rate_scale=20, spread=True, target=1.0, evaluations=5, jobs=1
         )
+
+
+def test_a_model_of_the_trace_that_is_not_named_is_asked_for(tmp_path: Path) -> None:
+    rows = "".join(f"{n},{'ab'[n % 2]},10,2\n" for n in range(6))
+    (tmp_path / "trace.csv").write_text("arrival_s,model,prompt_tokens,output_tokens\n" + rows, encoding="utf-8")
+    words = ["plan", str(tmp_path / "trace.csv"), "-m", "a=llama-3.2-1b", "--gpus", "1", "--ttft-slo", "1"]
+    result = CliRunner().invoke(app, [*words, "-j", "1", "--out", str(tmp_path)])
+    assert "trace.csv: --model is missing for b; name them, or give --spread" in str(result.exception)

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from searchkit import stopping_after
 
 from fineserve_sim.planning import islands
-from fineserve_sim.planning.make import ModelWish, Told, Wish, problem_of, search
+from fineserve_sim.planning.find import Budget, search
 from fineserve_sim.planning.problem import Problem
 from fineserve_sim.planning.store import Store, digest_of
+from fineserve_sim.planning.wish import ModelWish, Wish, problem_of
 
 MODELS = (ModelWish("large", "qwen2.5-14b", (("W16A16", 1),)), ModelWish("small", "llama-3.2-1b", (("W16A16", 1),)))
 EVALUATIONS = 12
@@ -30,23 +31,12 @@ def problem(tmp_path_factory: pytest.TempPathFactory) -> Problem:
     return problem_of(Wish(path, MODELS, gpus=2, ttft_slo_s=0.2, spread=True))
 
 
-def stopping_after(count: int) -> Callable[[Told], None]:
-    calls = []
-
-    def tell(told: Told) -> None:
-        calls.append(told)
-        if len(calls) == count:
-            raise KeyboardInterrupt
-
-    return tell
-
-
 def test_a_stopped_search_has_a_plan_and_goes_on(
     problem: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "searched.jsonl"
-    never_stopped = search(problem, evaluations=EVALUATIONS)
-    stopped = search(problem, evaluations=EVALUATIONS, path=path, tell=stopping_after(1))
+    never_stopped = search(problem, Budget(EVALUATIONS))
+    stopped = search(problem, Budget(EVALUATIONS, path=path, tell=stopping_after(1)))
     assert stopped.stopped
     assert problem.allows(stopped.layout)
     known = len(Store(path, problem))
@@ -59,16 +49,16 @@ def test_a_stopped_search_has_a_plan_and_goes_on(
 
     whole = islands.losses
     monkeypatch.setattr(islands, "losses", counted)
-    again = search(problem, evaluations=EVALUATIONS, path=path)
+    again = search(problem, Budget(EVALUATIONS, path=path))
     assert again == never_stopped
     assert len(Store(path, problem)) == known + len(simulated)
-    assert search(problem, evaluations=EVALUATIONS, path=path) == never_stopped
+    assert search(problem, Budget(EVALUATIONS, path=path)) == never_stopped
     assert len(Store(path, problem)) == known + len(simulated)  # nothing was left to simulate
 
 
 def test_a_cut_line_and_another_problem_count_for_nothing(problem: Problem, tmp_path: Path) -> None:
     path = tmp_path / "searched.jsonl"
-    search(problem, evaluations=EVALUATIONS, path=path)
+    search(problem, Budget(EVALUATIONS, path=path))
     lines = path.read_text().splitlines()
     path.write_text("\n".join(lines[:-1]) + "\n" + lines[-1][:20])
     assert len(Store(path, problem)) == len(lines) - 1

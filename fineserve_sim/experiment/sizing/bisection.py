@@ -10,7 +10,7 @@ come to the very same, the rest of the GPUs stays empty, and nothing more is ask
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 Holds = Callable[[float], bool]
 Alike = Callable[[float, float], bool]
@@ -42,25 +42,46 @@ def first_integer(low: int, high: int, holds: Holds, alike: Alike = lambda some,
 
 
 def cheapest_pair(
-    costs: tuple[float, float], most: int, below: float, holds: Callable[[int, int], bool]
+    costs: tuple[float, float],
+    most: tuple[int, int],
+    below: float,
+    holds: Callable[[int, int], bool],
+    together: float = math.inf,
 ) -> tuple[int, int] | None:
-    """The cheapest pair of numbers of two things, one of each and ``most`` together at least and at most, at which ``holds``
-    and that costs less than ``below``. None where there is none.
+    """The cheapest pair of numbers of two things at which ``holds`` and that costs less than ``below``: at least one of each,
+    at most so many of each and ``together``. None where there is none.
 
     More of either is taken to help, so that the pairs that hold lie above a falling staircase. A walk along it meets the
-    cheapest: one fewer of the first where a pair holds, one more of the second where it does not. It asks fewer than twice
-    ``most`` times.
+    cheapest: one fewer of the first where a pair holds, one more of the second where it does not. It asks fewer times than
+    there are of both.
     """
-    best, first, second = None, most - 1, 1
-    while first:
+    best, (first, last) = None, most
+    second = 1
+    while first and second <= last:
         cost = first * costs[0] + second * costs[1]
-        if first + second > most or cost >= below:
+        if first + second > together or cost >= below:
             first -= 1
         elif holds(first, second):
             best, below = (first, second), cost
             first -= 1
         else:
             second += 1
+    return best
+
+
+def cheapest_mix(
+    costs: Sequence[float], most: Sequence[int], below: float, holds: Callable[..., bool]
+) -> tuple[int, ...] | None:
+    """The same of any number of things from two on: by the number of the last, one walk for the others."""
+    if len(costs) == 2:
+        return cheapest_pair((costs[0], costs[1]), (most[0], most[1]), below, holds)
+    best = None
+    for last in range(1, most[-1] + 1):
+        spent = last * costs[-1]
+        found = cheapest_mix(costs[:-1], most[:-1], below - spent, lambda *others, last=last: holds(*others, last))
+        if found is not None:
+            best = (*found, last)
+            below = sum(cost * count for cost, count in zip(costs, best, strict=True))
     return best
 
 

@@ -66,7 +66,8 @@ class _Mix:
         """The cheapest mix below the ``alone`` ones, with its prober; None where there is none."""
         cost_of = dict(zip((kind.gpu for kind in self._pair), self._costs, strict=True))
         costs = [answer.best.value * cost_of[answer.gpu] for answer in alone if answer.best and answer.gpu in cost_of]
-        found = cheapest_pair((self._costs[0], self._costs[1]), self._most, min(costs, default=math.inf), self._holds)
+        below, most = min(costs, default=math.inf), self._most
+        found = cheapest_pair((self._costs[0], self._costs[1]), (most, most), below, self._holds, together=most)
         if found is None:
             return None
         prober = self._of(*found)
