@@ -46,6 +46,8 @@ if TYPE_CHECKING:
     import plotly.graph_objects as go
 
     from fineserve_sim.experiment.sizing import Answer
+    from fineserve_sim.planning.find import Budget
+    from fineserve_sim.planning.question import Question
 
 Value = TypeVar("Value", str, int)
 Source = str | Path | Mapping[str, Any]
@@ -318,7 +320,7 @@ def plan(
     models: Sequence[str] | None = None,
     *,
     like: str | Path | None = None,
-    gpus: int,
+    gpus: int | Mapping[str, int],
     ttft_slo_s: float,
     gpu: str | Sequence[str] | None = None,
     price: float | Mapping[str, float] | None = None,
@@ -333,7 +335,7 @@ def plan(
     pin: Mapping[str, Sequence[int]] | None = None,
     most_per_gpu: int | None = None,
     survive: Literal["gpu", "node"] | None = None,
-    target: float | None = None,
+    target: float | Targets | None = None,
     every_s: float | None = None,
     seconds: float | None = None,
     evaluations: int | None = None,
@@ -344,52 +346,54 @@ def plan(
 ) -> Plan:
     """The best plan that a search finds for a trace file on these GPUs; with a ``target``, on the fewest of them that keep it.
 
-    A model is ``NAME=MODEL:PRECISIONS:DEGREES``, as on the command line; or models, GPU and engines are those of the file
-    ``like``. With several types of ``gpu``, the cheapest at its ``price`` is taken that keeps the target. ``apart``: pairs of
-    models that share no GPU; ``pin``: GPUs by model; ``survive``: every model outlives the loss of any one GPU or node. A
-    search takes ``evaluations`` or ``seconds``, 60 seconds if neither is given. ``out``: a folder for ``plan.yaml`` and its
-    page. With ``every_s`` each stretch of so many seconds has a placement, chosen by the one before; ``judged`` has a row a
-    stretch then. Raises ConfigError, and ValueError where no plan is possible.
+    A model is ``NAME=MODEL:PRECISIONS:DEGREES``, as on the command line; or models and engines are those of the file ``like``,
+    and its GPU where none is given. ``gpus``: a number, or numbers by kind, such as ``{"h100-sxm": 4, "l40s": 8}``.
+    ``target``: 0.95 of all requests, or ``{"all": 0.95, "each:all": 0.9}``. With it, of several kinds in ``gpus`` or ``gpu``
+    the cheapest is taken, each at its ``price``, and of kinds in ``gpus`` mixes, too. ``apart``: pairs of models that share no
+    GPU; ``pin``: GPUs by model; ``survive``: every model outlives the loss of any one GPU or node. A search takes
+    ``evaluations`` or ``seconds``, 60 seconds if neither is given. ``out``: a folder for ``plan.yaml`` and its page. With
+    ``every_s`` each stretch of so many seconds has a placement, chosen by the one before; ``judged`` has a row a stretch then,
+    or none where Ctrl-C stopped the search. Raises
+    ConfigError, and ValueError where no plan is possible.
     """
-    from fineserve_sim.planning import in_time, make, page, words
     from fineserve_sim.planning import like as planning_like
+    from fineserve_sim.planning.question import budget, question
+    from fineserve_sim.planning.target import target_of
 
-    types = _several(gpu) or ["h100-sxm"]
-    prices = make.prices_by_type(types, _prices(price), target)
     wanted, taken = planning_like.wanted(models, None if like is None else Path(like))
-    wish = make.Wish(
-        trace=Path(trace),
-        models=wanted,
-        gpus=gpus,
-        ttft_slo_s=ttft_slo_s,
-        gpu=taken.gpu if taken else types[0],
-        tpot_slo_s=tpot_slo_s,
-        e2e_slo_s=e2e_slo_s,
-        rate_scale=rate_scale,
-        load=load,
-        requests=requests,
-        spread=spread,
-        margin=margin,
-        rules=make.rules_of(apart or (), pin or {}, most_per_gpu, [each.id for each in wanted], gpus, survive),
-        kept=taken.kept if taken else {},
-    )
-    if evaluations is None and seconds is None:
-        seconds = make.SECONDS
+    rules: dict[str, Any] = {"apart": apart or (), "pin": pin or {}, "most_per_gpu": most_per_gpu, "survive": survive}
+    wished: dict[str, Any] = {"ttft_slo_s": ttft_slo_s, "tpot_slo_s": tpot_slo_s, "e2e_slo_s": e2e_slo_s}
+    wished |= {"rate_scale": rate_scale, "load": load, "requests": requests, "spread": spread, "margin": margin}
+    kinds, prices = _several(gpu), _prices(price)
+    asked = question(Path(trace), wanted, taken, gpus, kinds, prices, target_of(target), **rules, **wished)
     path = None if out is None else Path(out) / "plan.yaml"
     with executor_of(executor, jobs) as where:
-        if every_s is not None:
-            in_time.check(target)
-            timed = in_time.planned(wish, every_s, where, evaluations=evaluations, seconds=seconds, seed=seed)
-            document = _saved(in_time.document(timed, every_s), path)
-            return Plan(document, in_time.table(timed), "prism", words.in_time(timed))
-        found = make.found(wish, target, where, evaluations=evaluations, seconds=seconds, seed=seed, prices=prices)
-    table = pd.DataFrame([asdict(each) for each in found.judged])
-    document = _saved(make.plan_document(found.wish, found.best.layout), path)
+        own = budget(evaluations, seconds, seed, executor=where)
+        return _planned(asked, own, path) if every_s is None else _planned_in_time(asked, every_s, own, path)
+
+
+def _planned(asked: Question, budget: Budget, path: Path | None) -> Plan:
+    """A plan, in its file with its page if it is to have one."""
+    from fineserve_sim.planning import make, page, words
+
+    found = make.found(asked, budget)
+    document = _saved(found.document, path)
     if path is not None:
-        page.write_page(
-            page.shown(found, path, target, (prices or {}).get(str(found.wish.gpu))), path.parent / page.PAGE
-        )
-    return Plan(document, table, found.best_system, words.answer(found))
+        page.write_page(page.shown(found, path, asked.prices), path.parent / page.PAGE)
+    return Plan(document, pd.DataFrame([asdict(each) for each in found.judged]), found.best_system, words.answer(found))
+
+
+def _planned_in_time(asked: Question, every_s: float, budget: Budget, path: Path | None) -> Plan:
+    """The same of a plan in time; one that was stopped is not judged."""
+    from fineserve_sim.planning import in_time, words
+
+    in_time.check(asked.wish, asked.target)
+    timetable = in_time.planned(asked.wish, every_s, budget)
+    document = _saved(in_time.document(timetable), path)
+    if timetable.stopped:
+        return Plan(document, pd.DataFrame(), "prism", words.STOPPED)
+    timed = in_time.judged(timetable)
+    return Plan(document, in_time.table(timed), "prism", words.in_time(timed))
 
 
 def _saved(document: dict[str, Any], path: Path | None) -> dict[str, Any]:

@@ -92,11 +92,19 @@ def test_readings_of_what_papers_leave_open_are_defaults(chosen: specs.Spec, rea
 @pytest.mark.parametrize("reading", open_readings(), ids=lambda reading: reading.option)
 def test_open_readings_are_options_and_begin_with_the_default(reading: OpenReading) -> None:
     axis, policy, option = reading.option.split(".")
-    assert reading.values[0] == OPTIONS[axis, policy, option]
+    assert reading.values[0] == (policy if option == "policy" else OPTIONS[axis, policy, option])
     assert len(set(reading.values)) == len(reading.values)
-    field = TypeAdapter(SystemSpec.model_fields[axis].annotation)
-    for value in reading.values:
-        assert getattr(field.validate_python({"policy": policy, option: value}), option) == value
+    for each in (reading.option, *reading.also):
+        axis, policy, option = each.split(".")
+        field = TypeAdapter(SystemSpec.model_fields[axis].annotation)
+        for value in reading.values:
+            assert getattr(field.validate_python({"policy": policy} | {option: value}), option) == value
+
+
+@pytest.mark.parametrize("name", ["prism*", "static*", "fineserve"])
+def test_the_systems_of_fineserves_figures_replicate_alike(name: str) -> None:
+    """ "DP replicas are treated as independent model instances" (section 6.2), whoever places them."""
+    assert load_systems()[name].placement.replicas == "slo"  # type: ignore[union-attr]
 
 
 def test_options_that_nothing_shipped_sets_are_open_readings() -> None:
@@ -155,6 +163,7 @@ def test_the_microbatches_of_an_engine_share_their_queue_by_default() -> None:
         ({"memory": {"policy": "kv_slab", "slab_bytes": 1}}, "slab_bytes"),
         ({"placement": {"policy": "fineserve", "score": "median"}}, "score"),
         ({"extra": 1}, "extra"),
+        ({"residency": {"policy": "prism"}, "placement": {"policy": "kvpr", "replicas": "slo"}}, "needs replicas one"),
     ],
 )
 def test_a_wrong_choice_is_refused_by_name(change: dict[str, object], named: str) -> None:

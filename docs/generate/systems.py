@@ -39,7 +39,7 @@ def policies() -> str:
 
 
 def meanings() -> dict[str, str]:
-    """What each option settles, by ``axis.policy.option``."""
+    """What each option settles, by ``axis.policy.option``; where the policy itself is open, by ``axis.policy.policy``."""
     found: dict[str, str] = yaml.safe_load(OPTIONS.read_text(encoding="utf-8"))
     return found | {
         reading.option: f"*Open* ({reading.paper}, {reading.where}): {reading.says}" for reading in open_readings()
@@ -48,7 +48,9 @@ def meanings() -> dict[str, str]:
 
 def undescribed() -> set[str]:
     """Options without a meaning, and meanings without an option."""
-    return {key(policy, option.name) for policy in all_policies() for option in policy.options} ^ set(meanings())
+    options = {key(policy, option.name) for policy in all_policies() for option in policy.options}
+    policies_themselves = {key(policy, "policy") for policy in all_policies()}
+    return options ^ (set(meanings()) - policies_themselves)
 
 
 def key(policy: Policy, option: str) -> str:
@@ -57,6 +59,8 @@ def key(policy: Policy, option: str) -> str:
 
 def _policy(policy: Policy, said: dict[str, str]) -> str:
     head = f"**{policy.name}.** {words(policy.doc)}"
+    if (itself := key(policy, "policy")) in said:
+        head += f" {said[itself]}."
     if not policy.options:
         return head
     rows = [

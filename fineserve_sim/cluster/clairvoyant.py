@@ -28,6 +28,7 @@ later request arrives too late to start so much sooner.
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
@@ -93,7 +94,8 @@ def _serve(scenario: Scenario, served: ServedModel, engines_on: Mapping[GpuSpec,
     kernel = legacy_kernel(scenario.system.memory)
     used = [spec for spec, count in engines_on.items() if count] or [*engines_on][:1]
     steps = {spec: step_model(served, spec, scenario.engine, kernel) for spec in used}
-    token_s = {spec: least_token_s(step, budget) for spec, step in steps.items()}
+    # Measured steps may not grow with their tokens. Then a token costs nothing, and GPUs are equally fast.
+    token_s = {spec: max(least_token_s(step, budget), sys.float_info.min) for spec, step in steps.items()}
     fastest = min(used, key=lambda spec: token_s[spec])
     step, engines = steps[fastest], sum(engines_on[spec] * (token_s[fastest] / token_s[spec]) for spec in used)
     step_s = min(least_step_s(step) for step in steps.values())

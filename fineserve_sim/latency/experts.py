@@ -55,6 +55,13 @@ LEAST_ALIGNED_OUTPUTS = 512
 """vLLM takes DeepGEMM where an expert's first product is wider (``_valid_deep_gemm``)."""
 
 
+MARLIN_HIDDEN, MARLIN_WIDTH = 256, 128
+"""Multiples to which vLLM pads MXFP4 experts for Marlin (``mxfp4_round_up_hidden_size_and_intermediate_size``)."""
+FP8_BLOCK = 128
+"""Multiple to which vLLM pads a GPU's part of an expert in FP8, whose scales are of blocks (``fused_moe/oracle/fp8.py``).
+MiniMax-M2.5 at TP 8 computes 256 columns, where its experts have 192."""
+
+
 FAR = 100.0
 """A distance that only what has no other neighbour goes."""
 
@@ -63,6 +70,19 @@ def touched(local: Floats | float, count: Floats | float, active: Floats | float
     """Distinct experts among ``local`` of ``count`` that so many tokens touch."""
     distinct: Floats = local * -np.expm1(tokens * np.log1p(-np.minimum(active / count, 1 - 1e-12)))
     return distinct
+
+
+def padded(work: ExpertWork, format_: PrecisionSpec) -> ExpertWork:
+    """The experts as the kernel computes them. The tables' kernels were called with shapes as they are."""
+    if format_.name == FORMAT_PRECISION["w4a16_mxfp4"]:
+        return work._replace(hidden=_up(work.hidden, MARLIN_HIDDEN), width=_up(work.width, MARLIN_WIDTH))
+    if (format_.weight_bits, format_.activation_bits) == (8, 8):
+        return work._replace(width=_up(work.width, FP8_BLOCK))
+    return work
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
 
 
 def roofline(work: ExpertWork, kernel: GemmKernel, weight_bits: float, tokens: Floats) -> Cost:
@@ -143,8 +163,9 @@ class ExpertTables:
         theirs = self._ideal_s(
             _work(grid.axes["shape"][place], work), precision(FORMAT_PRECISION[name]), self.reference, tokens
         )
-        ours = self._ideal_s(work, format_, gpu, tokens)
-        same = distance == 0 and gpu == self.reference and name == formats(format_)[0][0]
+        whole = padded(work, format_)
+        ours = self._ideal_s(whole, format_, gpu, tokens)
+        same = distance == 0 and whole == work and gpu == self.reference and name == formats(format_)[0][0]
         return TabledExperts(Line(tokens, seconds if same else seconds * ours / theirs), same, f"experts/{name}")
 
     @staticmethod

@@ -281,6 +281,7 @@ class Operators:
         work, kernel = expert_work(self.model, self.tp), self.rates.experts
         if work is None or kernel is None:
             return {}
+        work = experts.padded(work, self.precision)
         return {
             "experts": experts.roofline(work, kernel, self.precision.effective_weight_bits, tokens).times(work.layers)
         }

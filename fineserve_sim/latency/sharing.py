@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from operator import sub
 from typing import Any, NamedTuple
 
 SWITCH_SHARE = 0.2
@@ -98,25 +97,27 @@ def _turns(needs: tuple[float, ...], switch_share: float) -> dict[float, float]:
     point, sought by Steffensen's steps from below."""
     stretch = [1.0] * len(needs)
     for _ in range(ROUNDS):
-        once = _waited(needs, stretch, switch_share)
-        twice = _waited(needs, once, switch_share)
-        if max(map(abs, map(sub, twice, once))) < CLOSE:
+        present = [_present(need, longer) for need, longer in zip(needs, stretch)]  # noqa: B905 - compiled, a plain loop
+        once, present = _waited(needs, present, switch_share)
+        twice, _ = _waited(needs, present, switch_share)
+        if all([abs(after - before) < CLOSE for before, after in zip(once, twice)]):  # noqa: B905, C419 - as below
             break
-        stretch = list(map(_extrapolated, stretch, once, twice))
+        stretch = [_extrapolated(start, first, second) for start, first, second in zip(stretch, once, twice)]  # noqa: B905 - compiled, a plain loop
     return {need: 1.0 + need * (longer - 1.0) for need, longer in zip(needs, twice, strict=True)}
 
 
-def _waited(needs: Sequence[float], stretch: Sequence[float], switch_share: float) -> list[float]:
-    """How much longer each turn lasts behind the others that want one, when turns last ``stretch`` times as long; one engine
-    after the other."""
-    present = list(map(_present, needs, stretch))
-    total, found = sum(present), []
-    for need, mine in zip(needs, present, strict=True):
+def _waited(needs: Sequence[float], present: Sequence[float], switch_share: float) -> tuple[list[float], list[float]]:
+    """How much longer each turn lasts behind the others that want one, one engine after the other, and the part of its step in
+    which each is ``present`` then."""
+    total, found, then = sum(present), [], []
+    for need, mine in zip(needs, present):  # noqa: B905 - compiled, a plain loop
         rest = total - mine if total > mine else 0.0
         longer = (1.0 + rest) * (1.0 + switch_share * (rest if rest < 1.0 else 1.0))
-        total = rest + _present(need, longer)
+        wants = _present(need, longer)
+        total = rest + wants
         found.append(longer)
-    return found
+        then.append(wants)
+    return found, then
 
 
 def _present(need: float, longer: float) -> float:

@@ -31,12 +31,12 @@ from fineserve_sim.catalog import (
     data_ranks,
     expert_work,
 )
-from fineserve_sim.latency.attention import Attention
+from fineserve_sim.latency.attention import TILE_ROWS, Attention
 from fineserve_sim.latency.cost import Cost, Floats
 from fineserve_sim.latency.experts import LEAST_ALIGNED_OUTPUTS
 from fineserve_sim.latency.legacy import LegacyAttention
 from fineserve_sim.latency.operators import BITS_8, AlignedExperts, FusedQuantisation, OperatorCosts, Operators
-from fineserve_sim.latency.rates import Provenance, resolve
+from fineserve_sim.latency.rates import Provenance, compiled, resolve
 from fineserve_sim.latency.sharing import Demand
 from fineserve_sim.latency.slower import Offloaded, Slowed, SlowedAttention
 from fineserve_sim.latency.table_operators import TableOperators
@@ -117,6 +117,7 @@ class StepModel:
         precision = precision.on(gpu)
         self.model, self.precision, self.tp, self.gpu, self.deployment = model, precision, tp, gpu, deployment
         rates = resolve(gpu, precision, tp, model.experts is not None)
+        rates = compiled(rates, gpu) if deployment.fuses_elementwise else rates
         engine = (model, precision, tp, gpu, rates)
         operators: OperatorCosts = Operators(*engine) if tables is None else TableOperators(*engine, tables)
         fused = deployment.fused_quantisation_s
@@ -136,6 +137,8 @@ class StepModel:
         self._prefill_s, self._attention_floor_s = attention.prefill_s, attention.floor_s
         self._kv_s, self._pair_s = attention.kv_s, attention.pair_s
         self._beside_s = attention.beside_prompts_s if self.model.linear else None
+        plain = self.model.linear is None and self.model.latent is None
+        self._tiles = plain and self.deployment.one_attention_kernel and self.gpu.tiles_decodes
         self._decode_curves: dict[int, PiecewiseLinear] = {}
         host = self.deployment
         floor = host.floor(self.precision.name, self.model.layers, self.tp)
@@ -171,10 +174,18 @@ class StepModel:
     ) -> tuple[float, float]:
         """Attention seconds of the decodes alone, and what prompt chunks add beyond them and beyond the floor."""
         decode_s = self._decode_curve(decodes).at(decode_context + decodes) if decodes else 0.0
-        prefill_s = self._prefill_s(prefill_tokens, prefill_pairs, prefill_context) if prefill_tokens else 0.0
-        if decodes and prefill_tokens and self._beside_s is not None:
+        if not prefill_tokens:
+            return decode_s, 0.0
+        prefill_s = self._prefill_s(prefill_tokens, prefill_pairs, prefill_context)
+        if decodes and self._beside_s is not None:
             prefill_s += self._beside_s(decodes, prefill_tokens)
+        if self._tiles and decodes:
+            decode_s = max(decode_s, self._tiled_s(decodes, decode_context + decodes))
         return decode_s, prefill_s
+
+    def _tiled_s(self, decodes: int, context: int) -> float:
+        """Decodes (> 0) with so many keys in all, as tiles of a prompt's kernel."""
+        return self._prefill_s(TILE_ROWS * decodes, TILE_ROWS * context, 0)
 
     def step_s(
         self,
@@ -194,6 +205,8 @@ class StepModel:
             curve = self._decode_curves.get(decodes) or self._decode_curve(decodes)
             attention_s = curve.at(decode_context + decodes)
         if prefill_tokens:
+            if self._tiles and decodes:
+                attention_s = max(attention_s, self._tiled_s(decodes, decode_context + decodes))
             attention_s = max(attention_s, self._attention_floor_s)
             attention_s += self._prefill_s(prefill_tokens, prefill_pairs, prefill_context)
             if decodes and self._beside_s is not None:
@@ -312,7 +325,10 @@ class StepModel:
         context = decode_context + tokens - prefill_tokens
         decode_s = self._decode_curve(decodes).at(context) if decodes else 0.0
         prefill_s = self._prefill_s(prefill_tokens, prefill_pairs, prefill_context) if prefill_tokens else 0.0
-        attention_s = max(decode_s, self._attention_floor_s) + prefill_s if prefill_tokens else decode_s
+        attention_s = decode_s
+        if prefill_tokens:
+            tiled_s = self._tiled_s(decodes, context) if self._tiles and decodes else 0.0
+            attention_s = max(decode_s, self._attention_floor_s, tiled_s) + prefill_s
         if decodes and prefill_tokens and self._beside_s is not None:
             attention_s += self._beside_s(decodes, prefill_tokens)
         compute_s = self._tokens.compute_s[tokens] + self._sampled.compute_s[logits]

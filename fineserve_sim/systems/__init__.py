@@ -22,9 +22,14 @@ _READINGS = "readings.yaml"
 
 
 class OpenReading(Spec):
-    """An option that a paper leaves open: its name as ``axis.policy.option``, and values to try, the default first."""
+    """An option that a paper leaves open: its name as ``axis.policy.option``, and values to try, the default first.
+
+    ``also``: options of other policies that are read alike, since the same sentence speaks of them. They have values of the
+    same names, and the systems that the paper compares have the first one.
+    """
 
     option: str
+    also: tuple[str, ...] = ()
     values: Annotated[tuple[Any, ...], Field(min_length=2)]
     paper: str
     where: str

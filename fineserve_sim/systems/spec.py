@@ -31,7 +31,8 @@ class FineServePlacementSpec(Spec):
     score: Literal["mean", "exact"] = "mean"
     mme: Literal["slope", "token_bytes"] = "slope"
     colocation: Literal["avoid", "forbid", "allow"] = "avoid"
-    replicas: Literal["first_places", "literal", "yield", "one"] = "first_places"
+    replicas: Literal["slo", "rate"] = "slo"
+    turns: Literal["first_places", "literal"] = "first_places"
     unmet: Literal["rate", "spread"] = "rate"
     order: Literal["model", "gpu"] = "model"
 
@@ -41,7 +42,7 @@ class KvprPlacementSpec(Spec):
 
     ``tau`` and ``threshold`` matter where models may move. A model moves to a ratio that is below tau times its own
     (``relative``), or lower by more than tau (``absolute``). ``charges``: KV memory is what the weights leave, or what whole
-    engines leave.
+    engines leave. ``replicas``: each model is placed once, or as many times as FineServe's Algorithm 1 replicates it.
     """
 
     policy: Literal["kvpr"] = "kvpr"
@@ -50,6 +51,7 @@ class KvprPlacementSpec(Spec):
     tau: Annotated[float, Field(ge=0)] = 0.8
     threshold: Literal["relative", "absolute"] = "relative"
     charges: Literal["weights", "engine"] = "weights"
+    replicas: Literal["one", "slo", "rate"] = "one"
 
 
 class PinnedPlacementSpec(Spec):
@@ -406,6 +408,15 @@ class SystemSpec(Spec):
         if sharing.mode == "mig":
             raise PydanticCustomError("mig_system", "a system does not divide GPUs by MIG: say it in cluster.sharing")
         return sharing
+
+    @model_validator(mode="after")
+    def _one_engine_a_model(self) -> SystemSpec:
+        placement = self.placement
+        if self.residency and isinstance(placement, KvprPlacementSpec) and placement.replicas != "one":
+            raise PydanticCustomError(
+                "replicas_move", "residency moves a model as one: its placement needs replicas one"
+            )
+        return self
 
     @model_validator(mode="after")
     def _clusters_of_instances(self) -> SystemSpec:

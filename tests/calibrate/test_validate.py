@@ -24,12 +24,12 @@ from fineserve_evidence.commands import validate
 from fineserve_evidence.validate.authors import SmShare, fitted_on, sm_shares
 from fineserve_evidence.validate.cases import Case, ClosedLoop, Label, MeasuredSet, OpenLoop, Serving, StaticBatch
 from fineserve_evidence.validate.errors import ErrorRow, error_rows, moves
+from fineserve_evidence.validate.front_end import HTTP, NO_API, TOKENISE_S
 from fineserve_evidence.validate.kvcached import ends_of
 from fineserve_evidence.validate.layouts import KNOWN_FILES, read_set
-from fineserve_evidence.validate.lmbench import FITTED_QPS, SYNCHRONOUS_V1
+from fineserve_evidence.validate.lmbench import FITTED_QPS, GATEWAY, SYNCHRONOUS_V1
 from fineserve_evidence.validate.predict import Predicted, predict_set, sensitivity
 from fineserve_evidence.validate.rows import (
-    FRONT_END_S,
     LayoutError,
     UnsupportedRow,
     gpu_named,
@@ -38,7 +38,7 @@ from fineserve_evidence.validate.rows import (
 )
 
 from fineserve_sim.catalog import deployment, gpu, gpus, kernel_rates, model, precision, precisions
-from fineserve_sim.latency import StepModel
+from fineserve_sim.latency import StepModel, step_model_of
 from fineserve_sim.latency.tables import shipped
 
 E2E = Path(__file__).parents[3] / "shared" / "data" / "e2e"
@@ -137,6 +137,21 @@ def test_silicon(tmp_path: Path) -> None:
     assert len(predict_set(found, StepModel)) == 2
 
 
+def test_silicon_rows_of_attention_in_data_parallel(tmp_path: Path) -> None:
+    """Experts over more GPUs than a TP group: so many ranks, each with the clients that the row states."""
+    header = SILICON.splitlines()[0] + ",backend_version,moe_tp_size,moe_ep_size"
+    row = "vllm,Qwen/Qwen3-235B-A22B-FP8,h200_sxm,,agg,1000,20,fp8,2.0,1.0,,357,55,8,aic_auto_gap_run,0.12.0"
+    found = read(tmp_path, f"{header}\n{row},4.0,1.0\n{row},1.0,4.0\n{row},3.0,1.0\n")
+    split, whole = found.cases
+    for case, spread in ((split, "split"), (whole, "whole")):
+        assert case.serving.model.experts is not None
+        assert (case.serving.model.experts.ranks, case.serving.model.experts.spread) == (2, spread)
+        assert case.load == ClosedLoop(16, 160, 1000, 20, 1.0, 8)
+        assert case.serving.token_budget == 8 + 1000 + 1500
+    assert [reason for _, _, reason in found.unsupported] == ["experts over 3 GPUs, attention over 2"]
+    assert all(np.isfinite(one.tpot_s).all() for one in predict_set(found, step_model_of))
+
+
 NEITHER = "not plain vLLM replicas of Llama-3.1 8B or 70B, or Llama 4 Scout"
 
 
@@ -148,7 +163,7 @@ def test_blis(tmp_path: Path) -> None:
     assert isinstance(one.load, OpenLoop)
     assert (len(one.load.arrival_s), one.load.prompt_tokens[0], one.load.each) == (40, 786, False)
     assert np.diff(one.load.arrival_s) == pytest.approx(1 / 6)
-    assert (one.serving.front_end_s, one.serving.steps_ahead, one.serving.max_sequences) == (FRONT_END_S, 1, 128)
+    assert (one.serving.api, one.serving.steps_ahead, one.serving.max_sequences) == (HTTP, 1, 128)
     assert found.unsupported.total() == 1
 
 
@@ -164,8 +179,8 @@ def test_lmbench(tmp_path: Path) -> None:
     (row,) = error_rows(predict_set(found, StepModel))
     assert row.n == 2
     assert one.serving.deployment.name == "vllm-v1"
-    bare = predict(replace(one, serving=replace(one.serving, front_end_s=0.0)))
-    assert predict(one).ttft_s == pytest.approx(bare.ttft_s + one.serving.front_end_s)
+    bare = predict(replace(one, serving=replace(one.serving, api=NO_API)))
+    assert predict(one).ttft_s == pytest.approx(bare.ttft_s + GATEWAY.seconds(one.load.prompt_tokens))
     assert predict(one).tpot_s[1:] == pytest.approx(bare.tpot_s[1:])
     assert found.unsupported["vllm", "exp5-vllm-llama4-maverick-tp8", NEITHER] == 1
 
@@ -595,7 +610,7 @@ def test_sensitivities_of_a_sets_parts_are_told_apart() -> None:
 # --- the measured sets -------------------------------------------------------------------------------------------------
 
 
-by_tables = partial(StepModel, tables=shipped())
+by_tables = partial(step_model_of, tables=shipped())
 
 
 @cache
@@ -661,14 +676,15 @@ def test_what_was_fitted_on_the_profile_comes_out_again() -> None:
 
 
 @needs_sets
-def test_the_front_end_is_what_the_idle_runs_of_lmbench_show() -> None:
+def test_the_gateway_is_what_the_idle_runs_of_lmbench_show() -> None:
     frame = pd.read_csv(E2E / KNOWN_FILES[3])
     idle = frame[(frame.config == "exp3-vllm-70b-2replicas") & (frame.qps <= FITTED_QPS)]
     step = by_tables(model("llama-3.1-70b"), precision("fp16"), 2, gpu("h100-sxm"), SYNCHRONOUS_V1)
     engine_s = [
         step.step_s(0, 0, tokens, tokens * (tokens + 1) / 2, 0, 1) for tokens in idle.prompt_tokens.astype(int).tolist()
     ]
-    assert np.median(idle.ttft_s - engine_s) == pytest.approx(FRONT_END_S, rel=0.05)
+    tokenised_s = TOKENISE_S * idle.prompt_tokens
+    assert np.median(idle.ttft_s - engine_s - tokenised_s) == pytest.approx(GATEWAY.request_s, rel=0.01)
 
 
 @pytest.mark.slow
@@ -700,7 +716,7 @@ def test_closed_loops_on_h100() -> None:
 MIXTURES = {
     # the limits of the project; MiniMax's TTFT is beyond its limit of 25 % (docs/fidelity.md)
     "openai/gpt-oss-120b": (0.12, 0.25),
-    "MiniMaxAI/MiniMax-M2.5": (0.12, 0.40),
+    "MiniMaxAI/MiniMax-M2.5": (0.12, 0.35),
     "Qwen/Qwen3-235B-A22B-FP8": (0.15, 0.30),
     "moonshotai/Kimi-K2.5": (0.15, 0.30),
 }
@@ -755,7 +771,7 @@ def test_runs_of_tenants_in_the_order_in_which_they_were_sent(tmp_path: Path) ->
     (case,) = read_set(path, StepModel).cases
     assert isinstance(case.load, OpenLoop)
     assert case.load.arrival_s.tolist() == [0.0, 1.5]
-    assert case.load.prompt_tokens.tolist() == [256, 1024]
+    assert case.load.prompt_tokens.tolist() == [247, 986]  # 0.963 tokens a word
     assert case.ttft_s.tolist() == [0.06, 0.07]
     assert (case.serving.token_budget, case.serving.max_sequences, case.serving.steps_ahead) == (8192, 256, 1)
 
@@ -774,3 +790,40 @@ def test_a_draft_head_within_15_percent_and_as_the_page_says() -> None:
     assert len(short) == 4 and max(map(abs, short)) < 0.15
     page = (Path(__file__).parents[2] / "docs" / "fidelity.md").read_text(encoding="utf-8")
     assert f"{100 * min(short):.1f} to {100 * max(short):.1f} % too short" in page
+
+
+def means_off(path: Path) -> tuple[float, float]:
+    """Relative errors of mean TTFT and mean TPOT of a run of single requests, or of the set's rows in the median."""
+    from fineserve_evidence.commands import Latency, step_factory
+
+    if not path.is_file():
+        pytest.skip("the measured sets are not here")
+    by_tables = step_factory(Latency.TABLES)
+    found = predict_set(read_set(path, by_tables), by_tables)
+    ttft = [one.ttft_s.mean() / one.case.ttft_s.mean() - 1 for one in found]
+    tpot = [np.nanmean(one.tpot_s) / np.nanmean(one.case.tpot_s) - 1 for one in found]
+    return float(np.median(np.abs(ttft))), float(np.median(np.abs(tpot)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("run", "ttft", "tpot"),
+    [
+        *((f"sweep_rate_agg_{rate}rps_vanilla", 0.15, 0.06) for rate in (2, 4, 6, 8)),
+        *((f"sweep_tenants_{n}T_agg_{2 * n}rps_vanilla", 0.15, 0.06) for n in (1, 2, 3, 4, 5)),
+        ("w5_sweep_agg6", 0.15, 0.06),
+        ("w5_sweep_agg12", 0.15, 0.08),
+        ("w7_sweep_agg6", 0.15, 0.06),
+    ],
+)
+def test_open_arrivals_at_a_14b_under_vllm_023(run: str, ttft: float, tpot: float) -> None:
+    """Within 15 % of mean TTFT and 6 % of mean TPOT, one run 8 %. Nearer to saturation means are off by 35 % and more."""
+    found = means_off(E2E.parent / "fleets" / "blis_residency_qwen3_14b" / f"{run}_requests.csv.gz")
+    assert (found[0] < ttft, found[1] < tpot) == (True, True), found
+
+
+@pytest.mark.slow
+def test_gpt_oss_under_vllm_022() -> None:
+    """Nine concurrencies of a closed loop on one H200."""
+    found = means_off(E2E.parent / "fleets" / "gptoss120b_h200_vllm022" / "results_exp_metrics_table.tsv")
+    assert (found[0] < 0.06, found[1] < 0.04) == (True, True), found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.experiment.show.answer import answer_lines
 from fineserve_sim.experiment.show.page.build import write_page
 from fineserve_sim.experiment.sizing.around import search_around
-from fineserve_sim.experiment.sizing.bisection import cheapest_pair
+from fineserve_sim.experiment.sizing.bisection import cheapest_mix, cheapest_pair
 from fineserve_sim.experiment.sizing.mixes import kinds_of, size_mixed
 from fineserve_sim.experiment.sizing.probe import Goal, Prober, SizingError
 from fineserve_sim.experiment.sizing.search import AXES, size, to_take
@@ -207,10 +208,38 @@ def test_the_cheapest_pair_is_that_of_all_pairs(
 
     pairs = [(first, second) for first in range(1, most) for second in range(1, most - first + 1)]
     holding = [pair for pair in pairs if pair[1] >= stairs[pair[0] - 1] and cost(pair) < below]
-    found = cheapest_pair(costs, most, below, holds)
+    found = cheapest_pair(costs, (most, most), below, holds, together=most)
     assert (found is None) == (not holding)
     assert found is None or (found in holding and cost(found) == min(map(cost, holding)))
     assert len(asked) == len(set(asked)) < 2 * most
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(1, 4)] * 3), min_size=1, max_size=4),
+    st.tuples(*[st.sampled_from([1.0, 2.5, 3.49])] * 3),
+    st.sampled_from([7.0, 12.5, 100.0]),
+)
+def test_the_cheapest_mix_of_three_is_that_of_all(
+    enough: list[tuple[int, ...]], costs: tuple[float, ...], below: float
+) -> None:
+    """A mix holds that has at least what one of those has that are enough."""
+    most, asked = (4, 3, 4), []
+
+    def at_least(mix: tuple[int, ...]) -> bool:
+        return any(all(map(int.__ge__, mix, each)) for each in enough)
+
+    def holds(*mix: int) -> bool:
+        asked.append(mix)
+        return at_least(mix)
+
+    def cost(mix: tuple[int, ...]) -> float:
+        return sum(map(float.__mul__, costs, map(float, mix)))
+
+    holding = [mix for mix in product(*(range(1, count + 1) for count in most)) if at_least(mix) and cost(mix) < below]
+    found = cheapest_mix(costs, most, below, holds)
+    assert (found is None) == (not holding)
+    assert found is None or cost(found) == pytest.approx(min(map(cost, holding)))
+    assert len(asked) == len(set(asked)) <= (most[0] + most[1]) * most[2]
 
 
 def test_size_finds_the_cheapest_mix(write_file: WriteFile, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from fineserve_sim.experiment.reproduce import LedgerError, Row, load_all, repro
 from fineserve_sim.experiment.reproduce.readings import DEFAULT, moves, read, read_as, sweep, under
 from fineserve_sim.experiment.reproduce.text import BEGIN, END, as_json, write_markdown
 from fineserve_sim.systems import OpenReading, open_readings
+from fineserve_sim.systems.spec import LeastQueuedDispatchSpec
 
 SMALL = """\
 fineserve: 1
@@ -46,6 +47,21 @@ def test_a_reading_changes_the_systems_that_have_its_default(experiments) -> Non
     before = small.setup.systems
     assert before["fineserve"].placement.score == "mean" and systems["fineserve"].placement.score == "exact"
     assert systems["exact"] == before["exact"] and systems["prism*"] == before["prism*"]
+
+
+def test_systems_that_one_sentence_speaks_of_are_read_alike(experiments) -> None:
+    """FineServe, section 6.2: replicas are instances, whoever places them."""
+    (reading,) = (each for each in open_readings() if each.option == "placement.fineserve.replicas")
+    systems = read_as(experiments.readable["small"], reading, "rate").setup.systems
+    assert {systems[name].placement.replicas for name in ("fineserve", "static*", "prism*", "exact")} == {"rate"}
+
+
+def test_a_policy_itself_may_be_open() -> None:
+    (reading,) = (each for each in open_readings() if each.option == "dispatch.least_loaded.policy")
+    whole = load_all(Path(__file__).parents[2] / "experiments", quick=True).readable["kunserve_fig02"]
+    systems = read_as(whole, reading, "least_queued").setup.systems
+    assert systems["kunserve"].dispatch == LeastQueuedDispatchSpec()
+    assert systems["llumnix"] == whole.setup.systems["llumnix"]
 
 
 def test_an_experiment_without_such_a_system_is_itself(experiments) -> None:

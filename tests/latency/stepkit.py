@@ -49,7 +49,7 @@ engines = st.builds(
     st.sampled_from(["llama-3.1-8b", "qwen3-32b", "opt-13b", "yi-34b", "llama-3.2-1b"]),
     st.sampled_from(["fp16", "fp8", "awq", "qoq"]),
     st.sampled_from([1, 2, 4]),
-    st.sampled_from(["h100-sxm", "h200-sxm"]),
-    st.sampled_from(["vllm-cudagraph", "vllm-0.9.1-authors"]),
+    st.sampled_from(["h100-sxm", "h200-sxm", "a100-80gb"]),
+    st.sampled_from(["vllm-cudagraph", "vllm-0.9.1-authors", "vllm-0.16"]),
     st.sampled_from(["roofline", "tables"]),
 )

@@ -12,7 +12,7 @@ from fineserve_sim.catalog.geometry import state_bytes
 from fineserve_sim.latency import StepModel, measured_on
 from fineserve_sim.latency.accounting import parts
 from fineserve_sim.latency.batch import Batch
-from fineserve_sim.latency.experts import ExpertTables, roofline, touched
+from fineserve_sim.latency.experts import ExpertTables, padded, roofline, touched
 from fineserve_sim.latency.layered_attention import capped, summed, windowed_pairs
 from fineserve_sim.latency.rates import resolve
 from fineserve_sim.latency.table_operators import TableOperators
@@ -228,8 +228,9 @@ def test_experts_in_4_bits_on_an_a100_are_those_of_the_gpu_that_measures_their_s
     assert isinstance(found, TableOperators)
     assert found.expert_table is not None and found.expert_table.table == "experts/w4a16_mxfp4"
     assert any(one.quantity == "table.experts/w4a16_mxfp4" for one in found.provenance())
-    work, tokens = expert_work(model("gpt-oss-20b"), 1), np.array([2048.0])
-    assert work is not None
+    plain, tokens = expert_work(model("gpt-oss-20b"), 1), np.array([2048.0])
+    assert plain is not None
+    work = padded(plain, precision("mxfp4"))
     theirs, ours = (
         roofline(work, rates, 4.25, tokens).seconds[0]
         for rates in (resolve(gpu(name), precision("mxfp4"), 1, True).experts for name in ("l40s", "a100-80gb"))

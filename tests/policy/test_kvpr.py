@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement, PlacementPolicy
+from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint, Placement, PlacementPolicy
+from fineserve_sim.policy.placement.fineserve import FineServePlacement
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 
 GB = 10**9
@@ -35,6 +36,45 @@ def test_weight_is_rate_over_slo() -> None:
     placement = policy.place(models, cluster(100, 100))
     assert where(placement) == [("a", (0,)), ("b", (1,))]
     assert [(i.rate_per_s, i.footprint_bytes) for i in placement.instances] == [(3.0, 1), (4.0, 1)]
+
+
+def replicated(id: str, rate_per_s: float, weight_bytes: int, slo_s: float = 1.0) -> ModelDemand:
+    """A model whose batch of one carries a request a second in half a second, and whose batch of two is slower."""
+    points = (OperatingPoint(1, 1.0, 0.5, 0, 0), OperatingPoint(2, 2.0, 1.0, 0, 0))
+    return ModelDemand(id, rate_per_s, slo_s, 1, weight_bytes, 1, points)
+
+
+class TestReplicas:
+    """Prism* of FineServe: "each replica is treated as a separate model for placement and scheduling" (section 4)."""
+
+    def test_each_is_placed_by_its_part_of_the_rate(self) -> None:
+        """a has 3/s in two replicas, 1.5/s each and less than b's 2/s, which goes first; whole, a would."""
+        models = [replicated("a", 3.0, 10), replicated("b", 2.0, 10)]
+        whole = KvprPlacement().place(models, cluster(100, 100))
+        assert where(whole) == [("a", (0,)), ("b", (1,))]
+        placement = KvprPlacement(replicas="slo").place(models, cluster(100, 100))
+        assert sorted(where(placement)) == [("a", (0,)), ("a", (1,)), ("b", (0,))]
+        assert {i.rate_per_s for i in placement.instances} == {1.5, 2.0}
+
+    def test_there_are_as_many_as_fineserve_has(self) -> None:
+        models = [replicated("a", 3.0, 10, slo_s=0.7), replicated("b", 2.0, 10, slo_s=0.7)]
+        gpus = cluster(*[100] * 4)
+        for replicas in ("slo", "rate"):
+            ours = FineServePlacement(replicas=replicas).place(models, gpus)  # type: ignore[arg-type]
+            prism = KvprPlacement(replicas=replicas).place(models, gpus)  # type: ignore[arg-type]
+            rates = [sorted((i.model, i.replica, i.rate_per_s) for i in each.instances) for each in (ours, prism)]
+            assert rates[0] == rates[1]
+
+    def test_first_places_come_first_and_siblings_part_where_they_can(self) -> None:
+        """Two replicas of a fit on GPU 0 alone; b, of less weight, has its place before the second."""
+        models = [replicated("a", 8.0, 30), replicated("b", 1.0, 30)]
+        placement = KvprPlacement(replicas="rate").place(models, cluster(100, 20))
+        assert where(placement) == [("a", (0,)), ("a", (0,)), ("b", (0,))]
+        apart = KvprPlacement(replicas="rate").place([replicated("a", 4.0, 10)], cluster(100, 1000))
+        assert where(apart) == [("a", (0,)), ("a", (1,))]
+        full = KvprPlacement(replicas="rate").place(models, cluster(80, 20))
+        assert where(full) == [("a", (0,)), ("b", (0,))]
+        assert [i.rate_per_s for i in full.instances] == [8.0, 1.0]
 
 
 TABLE_4_PRISM = [("B", (0,)), ("A", (1,)), ("C", (0,))]

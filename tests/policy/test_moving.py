@@ -176,6 +176,16 @@ def test_one_that_waits_takes_room_or_the_place_of_the_idle() -> None:
     assert ("b", (0,)) in full.spots
 
 
+def test_room_that_one_was_promised_is_not_given_to_others() -> None:
+    """All idle models make room for d; when they have gone, they wait, too, and would fill the GPU."""
+    policy, d = drifting(1, idle_s=0.0), Pending("d", 1, 0.0, 0.0)
+    fleet = Fleet(1, [("a", (0,)), ("b", (0,)), ("c", (0,))])
+    fleet.look(policy, 0.0, fleet.view(RATES, (d,)))
+    assert fleet.spots == []
+    fleet.look(policy, 1.0, fleet.view(RATES, tuple(d._replace(model=id) for id in "abcd")))
+    assert ("d", (0,)) in fleet.spots
+
+
 def test_lost_gpus_are_wanted_no_more() -> None:
     fleet, policy = Fleet(2, CROWD), drifting(2, replace_s=1.0)
     fleet.look(policy, 0.0, fleet.view(RATES))

@@ -1,5 +1,6 @@
 """FineServe's Algorithm 1, and the placements without a score."""
 
+from dataclasses import replace
 from typing import Literal
 
 import pytest
@@ -275,21 +276,19 @@ class TestDedicatedPlacement:
         assert placement.unplaced == ("x",)
 
 
-def test_replicas_yield_to_a_model_without_a_place() -> None:
+def test_first_places_leave_none_without_a_place() -> None:
     # "busy" asks for two replicas of 6 bytes; with both on the two GPUs of 10, "late" (5 bytes) fits nowhere.
     def demand(id: str, rate_per_s: float, weight_bytes: int) -> ModelDemand:
         return ModelDemand(id, rate_per_s, 1.0, 1, weight_bytes, 1, (OperatingPoint(1, 1.0, 0.5, 0, 0),))
 
     models = [demand("busy", 2.0, 6), demand("late", 1.0, 5)]
     gpus = [GpuSlot(0, 0, 10), GpuSlot(1, 0, 10)]
-    literal = FineServePlacement(replicas="literal").place(models, gpus)
-    yielding = FineServePlacement(replicas="yield").place(models, gpus)
+    literal = FineServePlacement(turns="literal").place(models, gpus)
+    first = FineServePlacement(turns="first_places").place(models, gpus)
     assert [(i.model, i.gpus) for i in literal.instances] == [("busy", (0,)), ("busy", (1,))]
     assert literal.unplaced == ("late",)
-    assert [(i.model, i.gpus) for i in yielding.instances] == [("busy", (0,)), ("late", (1,))]
-    assert yielding.unplaced == () and yielding.infeasible == ("busy",)
-    first = FineServePlacement(replicas="first_places").place(models, gpus)
-    assert first.instances == yielding.instances and first.infeasible == yielding.infeasible
+    assert [(i.model, i.gpus) for i in first.instances] == [("busy", (0,)), ("late", (1,))]
+    assert first.unplaced == () and first.infeasible == ("busy",)
 
 
 def test_replicas_take_what_first_places_leave() -> None:
@@ -297,17 +296,22 @@ def test_replicas_take_what_first_places_leave() -> None:
     point = (OperatingPoint(1, 1.0, 0.5, 0, 0),)
     models = [ModelDemand("busy", 3.0, 1.0, 1, 6, 1, point), ModelDemand("late", 1.0, 1.0, 1, 4, 1, point)]
     gpus = [GpuSlot(gpu, 0, 10) for gpu in range(3)]
-    placement = FineServePlacement(replicas="first_places").place(models, gpus)
+    placement = FineServePlacement(turns="first_places").place(models, gpus)
     assert [(i.model, i.replica) for i in placement.instances] == [("busy", 0), ("late", 0), ("busy", 1), ("busy", 2)]
     assert placement.infeasible == placement.unplaced == ()
     assert {i.gpus for i in placement.instances if i.model == "busy"} == {(0,), (1,), (2,)}
 
 
-def test_one_replica_each() -> None:
-    model = ModelDemand("busy", 2.0, 1.0, 1, 6, 1, (OperatingPoint(1, 1.0, 0.5, 0, 0),))
-    placement = FineServePlacement(replicas="one").place([model], [GpuSlot(0, 0, 10), GpuSlot(1, 0, 10)])
-    assert [(i.model, i.gpus, i.rate_per_s) for i in placement.instances] == [("busy", (0,), 2.0)]
-    assert placement.infeasible == ("busy",)
+def test_as_many_replicas_as_the_rate_needs() -> None:
+    """A batch of two carries the rate and breaks the SLO of 0.6 s; two replicas at a batch of one keep it."""
+    points = (OperatingPoint(1, 1.0, 0.5, 0, 0), OperatingPoint(2, 2.0, 1.0, 0, 0))
+    one, gpus = ModelDemand("busy", 2.0, 0.6, 1, 6, 1, points), cluster(10, 10)
+    by_rate, by_slo = FineServePlacement(replicas="rate").place([one], gpus), FineServePlacement().place([one], gpus)
+    assert [(i.gpus, i.rate_per_s) for i in by_rate.instances] == [((0,), 2.0)]
+    assert [(i.gpus, i.rate_per_s) for i in by_slo.instances] == [((0,), 1.0), ((1,), 1.0)]
+    assert by_rate.infeasible == ("busy",) and by_slo.infeasible == ()
+    faster = replace(one, rate_per_s=4.0)
+    assert len(FineServePlacement(replicas="rate").place([faster], gpus).instances) == 2
 
 
 def literal_places(
@@ -384,6 +388,6 @@ def test_kept_sums_score_as_the_lists_of_residents_do(
         for i, (rate, size, tp, mu) in enumerate(facts)
     ]
     gpus = cluster(*memory, node_size=node_size)
-    placement = FineServePlacement(score, colocation, "literal").place(models, gpus)
+    placement = FineServePlacement(score, colocation, turns="literal").place(models, gpus)
     found = [(i.model, i.replica, i.gpus) for i in placement.instances]
     assert found == literal_places(models, gpus, score, colocation)

@@ -57,25 +57,47 @@ def gemini(at: float, prompt: int, output: int) -> dict[str, Any]:
     return {"timestamp": ms(START + at), "usageMetadata": usage}
 
 
-def aiperf(at: float, prompt: int, output: int) -> dict[str, Any]:
-    """A line of AIPerf's profile_export.jsonl."""
+def aiperf(at: float, prompt: int, output: int, phase: str = "profiling") -> dict[str, Any]:
+    """A line of profile_export.jsonl, with the names that AIPerf 0.13.0 wrote against a server of ours."""
     start_ns = round((START + at) * 1e9)
     counts = {"input_sequence_length": prompt, "output_sequence_length": output, "output_token_count": output}
+    counts |= {"usage_prompt_tokens": prompt, "usage_completion_tokens": output, "usage_total_tokens": prompt + output}
+    times = {"credit_issued_ns": start_ns - 10**6, "request_start_ns": start_ns, "request_end_ns": start_ns + 10**8}
     return {
-        "metadata": {
-            "session_num": 0,
-            "request_start_ns": start_ns,
-            "request_end_ns": start_ns + 10**8,
-            "worker_id": "w",
-        },
-        "metrics": {name: {"value": value, "unit": "tokens"} for name, value in counts.items()},
-        "error": None,
+        "metadata": {"session_num": 0, "turn_index": 0, **times, "worker_id": "w", "benchmark_phase": phase},
+        "metrics": {name: {"value": value, "unit": "tokens"} for name, value in counts.items()}
+        | {"request_latency": {"value": 100.0, "unit": "ms"}, "inter_chunk_latency": {"value": [4.2], "unit": "ms"}},
     }
 
 
+def warmed_up() -> str:
+    """What AIPerf writes with --warmup-request-count: requests before the ones that count, of a pace of their own."""
+    warmup = [json.dumps(aiperf(at - 9, 11, 3, "warmup")) for at in (0.0, 0.001)]
+    return "\n".join(warmup) + "\n" + lines(aiperf)
+
+
 def guidellm(at: float, prompt: int, output: int) -> dict[str, Any]:
-    """A request of guidellm's benchmarks.json."""
-    return {"request_id": "r", "request_start_time": START + at, "prompt_tokens": prompt, "output_tokens": output}
+    """A request of the JSON report, with the names that guidellm 0.8.1 wrote against a server of ours."""
+    start_s = START + at
+    timings = {
+        "targeted_start": start_s - 0.01,
+        "queued": start_s - 1,
+        "request_start": start_s,
+        "request_end": start_s + 1,
+    }
+    metrics = {"text_tokens": prompt, "total_tokens": prompt, "text_words": None}
+    return {
+        "type_": "generative_request_stats",
+        "request_id": "r",
+        "info": {"status": "completed", "timings": timings, "started_at": start_s},
+        "input_metrics": metrics,
+        "output_metrics": {"text_tokens": output, "total_tokens": output, "text_words": output},
+        "request_start_time": start_s,
+        "request_end_time": start_s + 1,
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "total_tokens": prompt + output,
+    }
 
 
 def vllm_bench(**changed: Any) -> str:
@@ -97,10 +119,11 @@ def unhashed(at: float, prompt: int, output: int) -> dict[str, Any]:
 
 
 def benchmarks(requests: list[dict[str, Any]]) -> str:
-    few = {"requests": {"successful": requests[:1], "errored": [], "incomplete": []}}
-    return json.dumps(
-        {"metadata": {"version": 2}, "benchmarks": [few, {"requests": {"successful": requests}}]}, indent=2
-    )
+    """A report of two benchmarks. A sweep at full speed leaves more requests incomplete than it completes."""
+    cut = [guidellm(9, 99, 1)] * 5
+    few = {"requests": {"successful": requests[:1], "errored": [], "incomplete": cut, "total": None}}
+    most = {"requests": {"successful": requests, "errored": cut, "incomplete": cut, "total": None}}
+    return json.dumps({"metadata": {"version": 2}, "config": {}, "benchmarks": [few, most]}, indent=2)
 
 
 def parquet(**columns: Any) -> bytes:
@@ -149,6 +172,7 @@ READ: dict[str, str | bytes] = {
     '{"session_id": "a", "delay": 500, "input_length": 258, "output_length": 7}\n'
     '{"session_id": "b", "timestamp": 2000, "input_length": 8, "output_length": 1}\n',
     "aiperf.jsonl": lines(aiperf),
+    "aiperf-with-warm-up.jsonl": warmed_up(),
     "guidellm.json": benchmarks([guidellm(*row) for row in ROWS]),
     "vllm-bench.json": vllm_bench(),
     "vllm-bench-out-of-order.json": vllm_bench(
@@ -240,6 +264,27 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
         "run `vllm bench serve` with --save-result --save-detailed",
     ),
     "lengths.json": (vllm_bench(start_times=[1.0]), "1 start_times for 3 requests"),
+    "profile_export_aiperf.json": (
+        json.dumps({"schema_version": "1.4", "aiperf_version": "0.13.0", "request_count": {"avg": 3.0}}, indent=2),
+        "a summary of AIPerf; its requests are in profile_export.jsonl beside it",
+    ),
+    "profile_export_aiperf.csv": (
+        "Metric,avg,min,max,sum,p1\nRequest Latency (ms),17.3,3.0,90.0,,3.0\n\nMetric,Value\nRequest Count,3\n",
+        "a summary of AIPerf; its requests are in profile_export.jsonl beside it",
+    ),
+    "profile_export_raw.jsonl": (
+        json.dumps({"metadata": aiperf(0, 1, 1)["metadata"], "start_perf_ns": 1, "responses": [], "payload": {}})
+        + "\n",
+        "raw answers of AIPerf; its requests are in profile_export.jsonl beside it",
+    ),
+    "guidellm.csv": (
+        "Run Info,Run Info,Benchmark\nModel,Backend,Strategy\nm,openai_http,poisson\n",
+        "a summary of guidellm; write its requests by --output kind=json",
+    ),
+    "guidellm.yaml": (
+        "benchmarks:\n- config:\n    backend:\n      kind: openai_http\n",
+        "YAML of guidellm; write its requests by --output kind=json",
+    ),
 }
 
 

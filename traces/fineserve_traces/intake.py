@@ -213,6 +213,9 @@ def _table(path: Path) -> pd.DataFrame:
         return _flat(_parquet(path), path)
     data = read_text(path)
     start = data.lstrip()
+    for opening, told in _NO_REQUESTS:
+        if re.match(opening, start[:_OPENING_BYTES], re.DOTALL):
+            raise TraceError(f"{path}: {told}")
     if start[:1] not in (b"{", b"["):
         return _separated(data.decode(), path)
     first = start.partition(b"\n")[0]
@@ -223,7 +226,30 @@ def _table(path: Path) -> pd.DataFrame:
         whole = True
     if whole:
         return _flat(_records(parse_json(data, path), path), path)
-    return _flat(list(json_lines(data, path)), path)
+    return _flat(_measured(list(json_lines(data, path))), path)
+
+
+_AIPERF = "its requests are in profile_export.jsonl beside it"
+_GUIDELLM = "write its requests by --output kind=json"
+_OPENING_BYTES = 4096
+_NO_REQUESTS = (
+    (rb'\{\s*"schema_version".*"aiperf_version"', f"a summary of AIPerf; {_AIPERF}"),
+    (rb"Metric,avg,min,max", f"a summary of AIPerf; {_AIPERF}"),
+    (rb'\{"metadata":.*"start_perf_ns"', f"raw answers of AIPerf; {_AIPERF}"),
+    (rb"Run Info,", f"a summary of guidellm; {_GUIDELLM}"),
+    (rb"benchmarks:\s*\n- config:", f"YAML of guidellm; {_GUIDELLM}"),
+)
+"""How files begin that load generators write beside their requests, and where these are: AIPerf 0.13.0, guidellm 0.8.1."""
+
+
+def _measured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows without AIPerf's warm-up, which has a pace of its own."""
+
+    def counts(row: dict[str, Any]) -> bool:
+        metadata = row.get("metadata")
+        return not isinstance(metadata, dict) or metadata.get("benchmark_phase") != "warmup"
+
+    return list(filter(counts, rows))
 
 
 def _parquet(path: Path) -> list[dict[str, Any]]:
@@ -238,8 +264,10 @@ def _parquet(path: Path) -> list[dict[str, Any]]:
 
 
 def _records(document: Any, path: Path) -> list[dict[str, Any]]:
-    """The document itself if it is a list of objects. Else the longest such list inside it that has prompt tokens: of
-    guidellm's results the requests of the benchmark with most."""
+    """The document itself if it is a list of objects; of guidellm's report the requests that the benchmark with most of them
+    completed. Else the longest such list inside it that has prompt tokens."""
+    if completed := _completed(document):
+        return completed
     if isinstance(document, list) and document and all(isinstance(item, dict) for item in document):
         return document
     lists: list[list[dict[str, Any]]] = []
@@ -256,6 +284,16 @@ def _records(document: Any, path: Path) -> list[dict[str, Any]]:
     if not lists:
         raise TraceError(f"{path}: a JSON document without a list of requests; give a list of objects, or JSON lines")
     return max(with_tokens or lists, key=len)
+
+
+def _completed(document: Any) -> list[dict[str, Any]]:
+    """The requests of guidellm's report; none of another document."""
+    try:
+        each = [benchmark["requests"]["successful"] for benchmark in document["benchmarks"]]
+    except (TypeError, KeyError):
+        return []
+    lists = [rows for rows in each if isinstance(rows, list) and all(isinstance(row, dict) for row in rows)]
+    return max(lists, key=len, default=[])
 
 
 _DEPTH, _LOOKED_AT = 6, 64

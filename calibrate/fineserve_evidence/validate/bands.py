@@ -85,7 +85,7 @@ def _alone_s(case: Case, make_step: StepFactory) -> float:
     own = case.serving
     step = make_step(own.model, own.precision, own.tp, own.gpu, own.deployment)
     prompt = int(np.mean(case.load.prompt_tokens))
-    return first_token_s(step, prompt, own.token_budget) + own.front_end_s
+    return first_token_s(step, prompt, own.token_budget) + float(own.api.seconds(prompt))
 
 
 def learn(rows: Sequence[Observation]) -> list[ErrorClass]:

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from fineserve_evidence.validate.front_end import FrontEnd
+from fineserve_evidence.validate.front_end import NO_API, Api, FrontEnd
 from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
 
 Floats = NDArray[np.float64]
@@ -36,8 +36,8 @@ class Label(NamedTuple):
 class Serving:
     """One engine setting.
 
-    ``memory_utilization`` is the share of the GPU's memory that one engine may take. ``front_end_s`` is the time a request
-    spends before the engine sees it; in a closed loop it also queues at the ``front_end``. ``steps_ahead`` counts the steps
+    ``memory_utilization`` is the share of the GPU's memory that one engine may take. ``api`` is what a request's
+    TTFT holds beside the engine's; in a closed loop it also queues at the ``front_end``. ``steps_ahead`` counts the steps
     that are scheduled already when a request comes. The request waits for them beside the running one. ``mean_tokens`` is the
     length of a sequence midway through its output, which counts where KV grows unevenly; 0: not known.
     """
@@ -50,7 +50,7 @@ class Serving:
     token_budget: int
     max_sequences: int
     memory_utilization: float = 0.9
-    front_end_s: float = 0.0
+    api: Api = NO_API
     batching: Literal["vllm", "sglang", "sglang_mixed"] = "vllm"
     front_end: FrontEnd | None = None
     steps_ahead: int = 0

@@ -32,8 +32,9 @@ from fineserve_evidence.validate.cases import (
     with_load,
     with_serving,
 )
+from fineserve_evidence.validate.front_end import HTTP
 from fineserve_evidence.validate.predict import BLOCK_TOKENS, block_bytes, kv_bytes
-from fineserve_evidence.validate.rows import FRONT_END_S, UnsupportedRow, cases_of, check_positive, supported
+from fineserve_evidence.validate.rows import UnsupportedRow, cases_of, check_positive, host_of, supported
 from fineserve_sim.catalog import (
     CatalogError,
     GpuSpec,
@@ -58,8 +59,6 @@ MODELS = {"glm-4.x": "glm-4.6"}
 """Pages whose folder is not the model's name."""
 OPTIMIZED_IS_FP8 = ("qwen3.5-35b-a3b/h200.md", "qwen3.5-35b-a3b/h200-latency.md")
 """Pages that recommend an FP8 checkpoint, which "Optimized" runs then have."""
-AHEAD_FROM = (0, 14)
-"""vLLM schedules a step ahead by default from this version on, before it with ``--async-scheduling``."""
 FLASHINFER = (0, 11)
 """The version that samples by FlashInfer; later ones on these pages sort."""
 LARGE_BYTES = 70 * 2**30
@@ -99,7 +98,7 @@ def read_gpustack(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             "a setting that the command does not name has the default of `vllm serve`; vLLM steps one ahead from 0.14 on",
             "memory as these versions took it: CUDA graphs beside the KV memory; 0.11 samples by FlashInfer",
             "lengths of ShareGPT: its first turns, scaled to the row's tokens; else the row's means; chat templates added",
-            f"{FRONT_END_S * 1e3:g} ms before the engine, as in LMBench; a burst passes one by one, but for gpt-oss",
+            f"{HTTP}; a burst passes one by one, but for gpt-oss",
             "H100 pages of Qwen3-14B and 32B: an H100 PCIe, whose bandwidth their decodes have under all three engines",
         ),
         sensitivities=(
@@ -161,7 +160,7 @@ def _case(row: dict[Any, Any]) -> Case:
     serving = Serving(
         *(served, format_, tp, device, deployment(_host(row, command)), *_limits(command, device)),
         memory_utilization=asked + graph_bytes(served, tp) / device.memory_bytes,
-        front_end_s=FRONT_END_S,
+        api=HTTP,
         mean_tokens=int(load.prompt_tokens.mean() + load.output_tokens.mean() / 2),
     )
     label = Label(_title(row), "vllm", served.name, format_.name, tp)
@@ -205,7 +204,7 @@ def _host(row: dict[Any, Any], command: str) -> str:
     asked = "--async-scheduling" in command
     if version == FLASHINFER:
         return "vllm-0.11-async" if asked else "vllm-0.11"
-    return "vllm-cudagraph" if version >= AHEAD_FROM or asked else "vllm-v1"
+    return host_of(version, ahead=asked) or "vllm-v1"
 
 
 def _precision(row: dict[Any, Any], command: str, served: ModelSpec) -> PrecisionSpec:

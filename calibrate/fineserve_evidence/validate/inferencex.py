@@ -15,7 +15,16 @@ import numpy as np
 import pandas as pd
 
 from fineserve_evidence.validate.cases import Case, ClosedLoop, Label, MeasuredSet, Serving
-from fineserve_evidence.validate.rows import FRONT_END_S, UnsupportedRow, cases_of, check_positive, stem, supported
+from fineserve_evidence.validate.front_end import HTTP
+from fineserve_evidence.validate.rows import (
+    HIDDEN,
+    STEPS_AHEAD,
+    UnsupportedRow,
+    cases_of,
+    check_positive,
+    stem,
+    supported,
+)
 from fineserve_sim.catalog import deployment, gpu, model, precision, with_speculation
 
 COLUMNS = ("label", "completed", "mean_tpot_ms", "mean_ttft_ms", "iter_tokens_avg", "spec_accept_rate")
@@ -40,7 +49,7 @@ def read_inferencex(frame: pd.DataFrame, path: Path) -> MeasuredSet:
         assumptions=(
             "flags of exp_lib.sh: one H200, 8,192 batch tokens, 256 slots, MXFP4 by Marlin",
             f"{ROUNDS} requests a client; prompts of {PROMPT}, outputs of {OUTPUT} tokens, uniform in {SHORTEST}-1.0 of them",
-            f"{FRONT_END_S * 1e3:g} ms before the engine, as in LMBench",
+            str(HTTP),
         ),
         fitted=len(fitted),
     )
@@ -51,12 +60,12 @@ def _case(row: dict[Any, Any], path: Path) -> Case:
     if found is None:
         raise UnsupportedRow("a repetition or a trace of one concurrency")
     clients = int(found[1])
-    served, host = model("gpt-oss-120b"), deployment("vllm-cudagraph")
+    served, host = model("gpt-oss-120b"), deployment(HIDDEN)
     accepted = float(row["spec_accept_rate"])
     if not math.isnan(accepted):  # without a draft model it is
         served = with_speculation(served, DRAFTED, accepted)
     engine = (served, precision("mxfp4"), 1, gpu("h200-sxm"), host, 8192, SLOTS)
-    serving = Serving(*engine, front_end_s=FRONT_END_S, mean_tokens=int(0.9 * (PROMPT + OUTPUT / 2)))
+    serving = Serving(*engine, api=HTTP, steps_ahead=STEPS_AHEAD, mean_tokens=int(0.9 * (PROMPT + OUTPUT / 2)))
     load = ClosedLoop(clients, ROUNDS * clients, PROMPT, OUTPUT, SHORTEST)
     ttft_s, tpot_s = (np.array([row[column] / 1e3]) for column in ("mean_ttft_ms", "mean_tpot_ms"))
     label = Label(f"{stem(path)}, {clients} clients", "vllm", served.name, serving.precision.name, 1)

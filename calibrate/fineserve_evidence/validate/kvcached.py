@@ -31,8 +31,8 @@ from fineserve_evidence.validate.cases import (
     with_load,
     with_serving,
 )
+from fineserve_evidence.validate.front_end import HTTP
 from fineserve_evidence.validate.rows import (
-    FRONT_END_S,
     UnsupportedRow,
     cases_of,
     check_positive,
@@ -139,7 +139,7 @@ def _case(rows: pd.DataFrame, ends: Ends, path: Path) -> Case:
     served, elastic = model_named(str(first["model_id"])), bool(first["kvcached"])
     named = _SHARE.search(str(first["set"]))
     share = float(named["share"]) if named else UTILIZATION / len(rows)
-    serving = Serving(served, precision("fp16"), 1, gpu("a100-80gb"), deployment(HOST), 2048, 256, share, FRONT_END_S)
+    serving = Serving(served, precision("fp16"), 1, gpu("a100-80gb"), deployment(HOST), 2048, 256, share, HTTP)
     kind = "kvcached" if elastic else "fixed shares"
     label = Label(f"{stem(path)}, {kind}", "vllm", served.name, "W16A16", 1)
     ttft_s, tpot_s = (rows[column].to_numpy(np.float64) / 1e3 for column in ("mean_ttft_ms", "mean_tpot_ms"))

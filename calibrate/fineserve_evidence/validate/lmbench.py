@@ -36,8 +36,8 @@ from fineserve_evidence.validate.cases import (
     with_serving,
     without_prefix_cache,
 )
+from fineserve_evidence.validate.front_end import TOKENISE_S, Api
 from fineserve_evidence.validate.rows import (
-    FRONT_END_S,
     UnsupportedRow,
     cases_of,
     check_positive,
@@ -58,7 +58,9 @@ between two steps."""
 MODELS = {"8b": ("llama-3.1-8b", 1), "70b": ("llama-3.1-70b", 2)}
 """Model and TP degree by the size in a configuration's name. The TP degree is not recorded."""
 FITTED_CONFIGURATION, FITTED_SCENARIO, FITTED_QPS = "exp3-vllm-70b-2replicas", "short_input", 1.0
-"""Runs at up to this rate, where no request waits, gave the time of the front end. They are not reported."""
+"""Runs at up to this rate, where no request waits, gave the time of the gateway. They are not reported."""
+GATEWAY = Api(0.0086, TOKENISE_S)
+"""Client, gateway and server: the median of what TTFT exceeds the engine's and the tokeniser's in the runs above."""
 COMPLETE = 0.9
 """A run below this part of its stated rate was broken off: requests that loaded the engines are not recorded."""
 
@@ -73,7 +75,7 @@ def read_lmbench(frame: pd.DataFrame, path: Path) -> MeasuredSet:
         assumptions=(
             "70B at TP 2, 8B at TP 1, 16-bit, replicas in turn; token budget 2048; memory utilization 0.9 (vLLM's default); "
             "prefix cache as vLLM 0.8 has by default",
-            f"{FRONT_END_S * 1e3:g} ms before the engine sees a request, fitted on the short-input runs of "
+            f"{GATEWAY}, fitted on the short-input runs of "
             f"{FITTED_CONFIGURATION} at up to {FITTED_QPS:g} requests/s ({int(fitted.sum())} rows here, not reported)",
             "ShareGPT runs: who asks again is read off the lengths of prompts and answers",
             "a request's time is its mean over the moments of a step at which it may come",
@@ -126,7 +128,7 @@ def _case(rows: pd.DataFrame, path: Path) -> Case:
     )
     served = model_named(name)
     device = gpu_named(str(rows.gpu.iloc[0]))
-    engine = Serving(served, precision("fp16"), tp, device, SYNCHRONOUS_V1, 2048, 256, front_end_s=FRONT_END_S)
+    engine = Serving(served, precision("fp16"), tp, device, SYNCHRONOUS_V1, 2048, 256, api=GATEWAY)
     label = Label(f"{stem(path)}, {scenario}", "vllm", served.name, "W16A16", tp)
     return Case(
         label, supported(engine), load, rows.ttft_s.to_numpy(np.float64), _per_token(rows.generation_s, outputs)

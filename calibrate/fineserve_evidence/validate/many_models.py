@@ -19,7 +19,8 @@ import numpy as np
 import pandas as pd
 
 from fineserve_evidence.validate.cases import Case, Label, MeasuredSet, Serving, SharedLoop
-from fineserve_evidence.validate.rows import FRONT_END_S, UnsupportedRow, cases_of, check_positive, stem, supported
+from fineserve_evidence.validate.front_end import HTTP
+from fineserve_evidence.validate.rows import UnsupportedRow, cases_of, check_positive, stem, supported
 from fineserve_sim.catalog import deployment, gpu, model, precision
 
 FILE = Path(__file__).parent / "nvidia_many_models_a100.csv"
@@ -84,7 +85,7 @@ def _case(row: dict[Any, Any], token_budget: int, name: str) -> Case:
         Serving(
             *(model("qwen3-4b"), precision("fp16"), 1, gpu("a100-40gb"), deployment(HOST), token_budget, MAX_SEQUENCES),
             memory_utilization=UTILIZATION / models,
-            front_end_s=FRONT_END_S,
+            api=HTTP,
         )
     )
     label = Label(f"{name}, {MODES[configuration].title}, budget {token_budget}", "vllm", "qwen3-4b", "W16A16", 1)

@@ -22,7 +22,8 @@ from fineserve_evidence.validate.cases import (
     with_serving,
     without_prefix_cache,
 )
-from fineserve_evidence.validate.rows import FRONT_END_S, cases_of, check_positive, model_named, stem, supported
+from fineserve_evidence.validate.front_end import HTTP
+from fineserve_evidence.validate.rows import HIDDEN, STEPS_AHEAD, cases_of, check_positive, model_named, stem, supported
 from fineserve_sim.catalog import deployment, gpu, precision
 
 BLIS_COLUMNS = (
@@ -35,8 +36,9 @@ BLIS_PROMPTS = 44
 asks the same again (11 groups of 4 users in its code generation profile)."""
 BLIS_SEQUENCES = 128
 
-STEPS_AHEAD = 1
-"""vLLM from 0.14 on schedules the next step while one runs. A request that comes meanwhile is in the step after."""
+SERVER_TOKENS = 0.963
+"""Tokens that the server counted for each word of a prompt. The client draws a word for each token that is asked for. Source:
+``server_input_tokens`` of trace.csv, 1T_agg_2rps/vanilla, its first 91 requests."""
 RESIDENCY_COLUMNS = ("tenant_id", "ttft_ms", "tpot_ms", "e2e_ms", "num_input_tokens", "num_output_tokens", "start_time")
 RESIDENCY_BUDGET, RESIDENCY_SEQUENCES = 8192, 256
 FITTED_RATE = 1.0
@@ -61,7 +63,7 @@ def read_blis(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             f"evenly spaced arrivals at the mean rate (the runs had two rates, not recorded), first {BLIS_REQUESTS} "
             f"requests, mean lengths, 16-bit, token budget 2048, {BLIS_SEQUENCES} sequences",
             f"{BLIS_PROMPTS} prompts in turn: from the second time on, all of one but its last block is in the prefix cache",
-            f"{FRONT_END_S * 1e3:g} ms before the engine, as in LMBench; steps are scheduled one ahead (vLLM 0.15)",
+            f"{HTTP}; steps are scheduled one ahead (vLLM 0.15)",
         ),
         sensitivities=(
             Sensitivity("no prompt is cached", without_prefix_cache),
@@ -101,7 +103,7 @@ def _blis_case(row: dict[Any, Any], name: str) -> Case:
         host,
         2048,
         BLIS_SEQUENCES,
-        front_end_s=FRONT_END_S,
+        api=HTTP,
         steps_ahead=STEPS_AHEAD,
     )
     later = row["gt_output_mean"] - 1 if row["gt_output_mean"] > 1 else np.nan
@@ -114,7 +116,7 @@ def read_residency(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     """Read a run of BLIS' residency study as one case, a row a request: Qwen3-14B on one H100 under vLLM 0.23.
 
     The engine's settings are recorded (``server_config.json`` of inference-sim/residency-vllm @ 2641b57). Prompts are random,
-    so that none begin alike. Lengths are as the client asked for them.
+    so that none begin alike.
     """
     check_positive(frame, RESIDENCY_COLUMNS[1:-1], path)
     rows = frame.sort_values("start_time", kind="stable")
@@ -125,13 +127,14 @@ def read_residency(frame: pd.DataFrame, path: Path) -> MeasuredSet:
         precision("fp16"),
         1,
         gpu("h100-sxm"),
-        deployment("vllm-cudagraph"),
+        deployment(HIDDEN),
         RESIDENCY_BUDGET,
         RESIDENCY_SEQUENCES,
-        front_end_s=FRONT_END_S,
+        api=HTTP,
         steps_ahead=STEPS_AHEAD,
     )
-    load = OpenLoop(sent_s - sent_s[0], np.zeros(len(rows), dtype=np.int64), prompts, outputs)
+    counted = np.rint(SERVER_TOKENS * prompts).astype(np.int64)
+    load = OpenLoop(sent_s - sent_s[0], np.zeros(len(rows), dtype=np.int64), counted, outputs)
     ttft_s, tpot_s = (rows[name].to_numpy(np.float64) / 1e3 for name in ("ttft_ms", "tpot_ms"))
     label = Label(stem(path), "vllm", "qwen3-14b", "W16A16", 1)
     return MeasuredSet(
@@ -139,7 +142,7 @@ def read_residency(frame: pd.DataFrame, path: Path) -> MeasuredSet:
         (Case(label, supported(serving), load, ttft_s, np.where(outputs > 1, tpot_s, np.nan)),),
         assumptions=(
             f"settings as recorded: token budget {RESIDENCY_BUDGET}, {RESIDENCY_SEQUENCES} sequences; steps are one ahead",
-            f"{FRONT_END_S * 1e3:g} ms before the engine, as in LMBench; prompts as long as they were asked for",
+            f"{HTTP}; prompts of {SERVER_TOKENS:g} tokens for each that was asked for, as the server counted",
         ),
         sensitivities=(Sensitivity("no step scheduled ahead", with_serving(steps_ahead=0)),),
     )
@@ -179,7 +182,7 @@ def _distserve_case(rows: pd.DataFrame, path: Path) -> Case:
         rows.issue_s.to_numpy(np.float64), np.zeros(n, dtype=np.int64), rows.prompt_len.to_numpy(np.int64), outputs
     )
     host, device = deployment("vllm-v0"), gpu("a100-80gb")
-    serving = Serving(model_named("opt-13b"), precision("fp16"), 1, device, host, 2048, 256, front_end_s=FRONT_END_S)
+    serving = Serving(model_named("opt-13b"), precision("fp16"), 1, device, host, 2048, 256, api=HTTP)
     tpot_s = np.where(outputs > 1, rows.tpot_ms.to_numpy(np.float64) / 1e3, np.nan)
     label = Label(stem(path), "vllm", "opt-13b", "W16A16", 1)
     return Case(label, serving, load, rows.ttft_ms.to_numpy(np.float64) / 1e3, tpot_s)

@@ -27,6 +27,7 @@ from fineserve_sim.catalog import (
     GpuSpec,
     ModelSpec,
     PrecisionSpec,
+    data_ranks,
     grows_evenly,
     kv_sequence_bytes,
     kv_token_bytes,
@@ -111,7 +112,18 @@ def _predict(case: Case, make_step: StepFactory) -> Predicted:
     else:
         ttft, tpot, throughput = _means(step, load, serving)
     ahead_s = serving.steps_ahead * float(np.nan_to_num(_mean(tpot)))
-    return Predicted(case, ttft + serving.front_end_s + ahead_s, tpot, throughput)
+    return Predicted(case, ttft + serving.api.seconds(_prompt_tokens(load)) + ahead_s, tpot, throughput)
+
+
+def _prompt_tokens(load: StaticBatch | ClosedLoop | SharedLoop | OpenLoop) -> Floats:
+    """Tokens of the prompts of each row, or their mean where a row is one."""
+    if isinstance(load, ClosedLoop):
+        return np.array([load.prompt_tokens * (1 + load.shortest) / 2])
+    if not isinstance(load, OpenLoop):
+        return np.array([load.prompt_tokens], dtype=np.float64)
+    if load.each:
+        return load.prompt_tokens.astype(np.float64)
+    return np.array([load.prompt_tokens[load.model == model].mean() for model in range(load.models)])
 
 
 def _static(step: StepModel, load: StaticBatch, serving: Serving) -> tuple[Floats, Floats]:
@@ -151,7 +163,7 @@ def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats
     ]
     requests = Requests(np.zeros(load.requests, dtype=np.int64), lengths[0], lengths[1])
     running = min(serving.max_sequences, load.max_running or serving.max_sequences)
-    engines = [_instance(0, 0, step, serving)]
+    engines = [_instance(0, rank, step, serving) for rank in range(data_ranks(serving.model))]
     run = EngineRun(engines, requests, _settings(serving, running), front_end=serving.front_end)
     times = run.closed_loop(load.clients, load.start_gap_s)
     return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
@@ -163,11 +175,12 @@ def _whole(step: StepModel, load: BenchmarkRun, serving: Serving) -> float:
     requests = Requests(np.zeros(n, dtype=np.int64), load.prompt_tokens, load.output_tokens)
     run = EngineRun([_instance(0, 0, step, serving)], requests, _settings(serving, serving.max_sequences))
     times = run.paced(load.clients, load.gap_s)
+    api_s = float(serving.api.seconds(load.prompt_tokens).mean())
     if load.whole == "latency":
-        return _mean(times.finish_s - times.arrival_s) + serving.front_end_s
+        return _mean(times.finish_s - times.arrival_s) + api_s
     turns = -(-n // load.clients)
     burst = load.clients if load.burst_queues else 1
-    return float(np.max(times.finish_s)) + (turns - 1 + burst) * serving.front_end_s
+    return float(np.max(times.finish_s)) + (turns - 1 + burst) * api_s
 
 
 def _shared(step: StepModel, load: SharedLoop, serving: Serving) -> tuple[Floats, Floats, Floats]:

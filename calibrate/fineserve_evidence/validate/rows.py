@@ -16,9 +16,19 @@ from fineserve_sim.catalog import CatalogError, GpuSpec, ModelSpec, PrecisionSpe
 from fineserve_sim.latency.rates import resolve
 
 T = TypeVar("T")
-FRONT_END_S = 0.0089
-"""HTTP, tokenizer and, in LMBench, a gateway, before the engine sees a request. Stated once, for every set that was measured
-through an HTTP server: the median of what TTFT exceeds the engine's in LMBench's idle runs, which are not reported."""
+STEPS_AHEAD = 1
+"""vLLM schedules the next step while one runs, by default from 0.14 on. A request that comes meanwhile is in the step after."""
+HIDDEN = "vllm-0.16"
+"""The deployment of releases that hide the host's time so. In the runs of 0.15.1 (BLIS) it still shows, and in those of
+0.19 whose client is the engine's own front-end process (LLMServingSim)."""
+HIDDEN_FROM, AHEAD_FROM = (0, 16), (0, 14)
+
+
+def host_of(version: tuple[int, ...], *, ahead: bool = False) -> str | None:
+    """The deployment of a release of vLLM that schedules ahead, which earlier ones do when asked to; None for others."""
+    if version >= HIDDEN_FROM or (ahead and version < AHEAD_FROM):
+        return HIDDEN
+    return "vllm-cudagraph" if version >= AHEAD_FROM else None
 
 
 class LayoutError(ValueError):

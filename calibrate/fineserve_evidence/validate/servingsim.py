@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 
 from fineserve_evidence.validate.cases import Case, Label, MeasuredSet, OpenLoop, Sensitivity, Serving, with_serving
-from fineserve_evidence.validate.open_loops import STEPS_AHEAD
 from fineserve_evidence.validate.rows import (
+    STEPS_AHEAD,
     LayoutError,
     UnsupportedRow,
     cases_of,

@@ -3,6 +3,8 @@
 Its InferenceMAX rows ran ``max_num_seqs`` = clients, 8,192 batch tokens, no prefix cache, ten requests a client, lengths
 uniform in 0.8-1.0 of the nominal ones (README of InferenceMAX). Its own gap runs state only the clients.
 
+Where experts go over more GPUs than a TP group, attention is in data parallel; the clients of such a row are each rank's.
+
 A ``Reading`` says the rest of an engine and version, never of a row. The readings of vLLM 0.12.0 and TensorRT-LLM 1.0.0rc3
 were chosen on Qwen3-32B at TP 4 on H100 (``is_fitted``). They hold for every model, TP degree and GPU of the engine and
 version. SGLang has the usual one: its batching, its memory and the client's ten requests follow from sources
@@ -31,20 +33,29 @@ from fineserve_evidence.validate.cases import (
     with_load,
     with_serving,
 )
-from fineserve_evidence.validate.front_end import SGLANG
+from fineserve_evidence.validate.front_end import HTTP, SGLANG
 from fineserve_evidence.validate.rows import (
-    FRONT_END_S,
+    STEPS_AHEAD,
     UnsupportedRow,
     cases_of,
     check_positive,
     gpu_named,
+    host_of,
     model_named,
     precision_named,
     stem,
     stored,
     supported,
 )
-from fineserve_sim.catalog import ModelSpec, PrecisionSpec, deployment, precision
+from fineserve_sim.catalog import (
+    ModelSpec,
+    PrecisionSpec,
+    data_ranks,
+    deployment,
+    precision,
+    with_experts,
+    with_ranks,
+)
 from fineserve_sim.cluster.compose.memory import static_fraction
 
 COLUMNS = (
@@ -84,7 +95,7 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
             "gap runs: nominal lengths; the rest as their engine and version is read, below",
             "FP8 checkpoints: 8-bit KV on TensorRT-LLM, 16-bit elsewhere; block-scaled FP8 as per-tensor FP8",
             "gpt-oss on Hopper: MXFP4 by Marlin (VLLM_MXFP4_USE_MARLIN=1), as InferenceMAX's recipe has it",
-            f"kernels of vLLM, whatever the backend; {FRONT_END_S * 1e3:g} ms before the engine, as in LMBench",
+            f"kernels of vLLM, whatever the backend; {HTTP}",
             "SGLang: its own batching and static memory; one process before it takes "
             f"{SGLANG.prompt_token_s * 1e6:g} us a prompt token and {SGLANG.token_s * 1e6:g} us a token out",
         ),
@@ -138,17 +149,18 @@ def _precision(backend: str, quantised: str) -> PrecisionSpec:
 
 
 def _spread(served: ModelSpec, row: dict[Any, Any]) -> ModelSpec:
-    """The model with its experts split or spread as the row says. Raises UnsupportedRow for both, and for other groups."""
+    """The model with its experts split or spread as the row says, over all ranks of attention in data parallel. Raises
+    UnsupportedRow for both, and for other groups."""
     experts, tp, split, whole = served.experts, row["tp_size"], row.get("moe_tp_size"), row.get("moe_ep_size")
     if experts is None or split is None or whole is None or not split > 0:
         return served
-    if split * whole != tp:
-        raise UnsupportedRow("pipeline or attention data parallelism")
+    ranks = int(split * whole / tp)
+    if split * whole != tp * ranks:
+        raise UnsupportedRow(f"experts over {split * whole:g} GPUs, attention over {tp:g}")
     if split > 1 and whole > 1:
         raise UnsupportedRow("experts both split and spread")
-    if whole == 1:
-        return served
-    return served.model_copy(update={"experts": experts.model_copy(update={"spread": "whole"})})
+    spread = with_experts(served, "whole") if whole > 1 else served
+    return with_ranks(spread, ranks) if ranks > 1 else spread
 
 
 def _case(row: dict[Any, Any], name: str) -> Case:
@@ -163,15 +175,17 @@ def _case(row: dict[Any, Any], name: str) -> Case:
     precision = stored(served, _precision(row["backend"], _quantised(row)))
     if not (row["tp_size"] > 0 and row["concurrency"] > 0):
         raise UnsupportedRow("TP degree or number of clients not recorded")
-    tp, clients = int(row["tp_size"]), int(row["concurrency"])
+    tp, clients = int(row["tp_size"]), int(row["concurrency"]) * data_ranks(served)
     gpu, version = gpu_named(row["system"]), str(row.get("backend_version", ""))
     engine = (row["backend"], version)
     inferencemax = str(row["source_kind"]).startswith("inferencemax")
     fitted = not inferencemax and is_fitted(*engine, served.name, tp, gpu.name)
     name = f"{name}, {gpu.name}{', reading chosen on these rows' if fitted else ''}"
     label = Label(name, row["backend"], row["model_path"], precision.name, tp)
-    host = deployment(GENERATIONS.get(engine, DEPLOYMENTS[row["backend"]]))
-    bare = Serving(served, precision, tp, gpu, host, TOKEN_BUDGET, clients, front_end_s=FRONT_END_S)
+    ahead = host_of(release(version)) if row["backend"] == "vllm" else None
+    host = deployment(ahead or GENERATIONS.get(engine, DEPLOYMENTS[row["backend"]]))
+    bare = Serving(served, precision, tp, gpu, host, TOKEN_BUDGET, clients, api=HTTP)
+    bare = replace(bare, steps_ahead=STEPS_AHEAD) if ahead else bare
     bare = _with_sglang(bare, version) if row["backend"] == "sglang" else bare
     serving = supported(replace(bare, mean_tokens=int(row["isl"] + row["osl"] / 2)))
     shortest = INFERENCEMAX_SHORTEST if inferencemax else 1.0
@@ -179,6 +193,12 @@ def _case(row: dict[Any, Any], name: str) -> Case:
     ttft_s, tpot_s = (np.array([row[column] / 1e3]) for column in MEASURED)
     case = Case(label, serving, load, ttft_s, tpot_s, campaign=" ".join((row["backend"], version, served.name)))
     return case if inferencemax else reading_of(*engine, served.name).of(case)
+
+
+def release(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version; none where it is not recorded."""
+    numbers = version.split(".")[:2]
+    return tuple(map(int, numbers)) if all(number.isdigit() for number in numbers) else ()
 
 
 def _with_sglang(serving: Serving, version: str) -> Serving:
@@ -219,9 +239,10 @@ class Reading:
         load = case.load
         if not isinstance(load, ClosedLoop):
             return case
-        running = max(1, load.clients - self.fewer_slots)
+        clients = load.clients // data_ranks(case.serving.model)  # of an engine
+        running = max(1, clients - self.fewer_slots)
         read = replace(load, requests=self.rounds * load.clients, max_running=running, start_gap_s=self.start_gap_s)
-        budget = self.budget(load.clients, load.prompt_tokens)
+        budget = self.budget(clients, load.prompt_tokens)
         return replace(case, load=read, serving=replace(case.serving, token_budget=budget), reading=self.name)
 
 

@@ -87,11 +87,13 @@ def read_as(experiment: Experiment, reading: OpenReading, value: Any) -> Experim
 
 
 def _read_as(system: SystemSpec, reading: OpenReading, value: Any) -> SystemSpec:
-    axis, name, option = reading.option.split(".")
-    policy = getattr(system, axis)
-    if policy is None or policy.policy != name or getattr(policy, option) != reading.values[0]:
-        return system
-    return system.model_copy(update={axis: policy.model_copy(update={option: value})})
+    for each in (reading.option, *reading.also):
+        axis, name, option = each.split(".")
+        policy = getattr(system, axis)
+        if policy is not None and policy.policy == name and getattr(policy, option) == reading.values[0]:
+            changed = {option: value} if option == "policy" else policy.model_dump() | {option: value}
+            return SystemSpec.model_validate(system.model_dump() | {axis: changed})
+    return system
 
 
 def under(row: Row, verdicts: Verdicts) -> Under:

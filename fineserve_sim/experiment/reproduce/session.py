@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 from fineserve_sim.experiment.file.errors import ConfigError, Interrupted, ScenarioError
@@ -127,8 +128,12 @@ class _Deciders:
         self._found = {**declared.deciders(experiments.readable.values()), **DECIDERS}
         known = [target for target in targets if target.known]
         self.needed = {name for each in known if each.id in self._found for name in self._found[each.id].needs}
-        gpu = any(target.backend == "calibrator-gpu" for target in known)
-        self._measured = calibrator.answers() if gpu else {}
+        self._gpu = any(target.backend == "calibrator-gpu" for target in known)
+
+    @cached_property
+    def _measured(self) -> dict[str, Evaluation]:
+        """The measured answers of a GPU. The calibrator is asked once, and only when a verdict needs it."""
+        return calibrator.answers() if self._gpu else {}
 
     def row(self, target: Target, results: Results) -> Row:
         """The verdict on one target, or why there is none here."""

@@ -83,11 +83,20 @@ class DriftingHomes:
                 self._wanted[model.id] = (group,)
 
     def _has_room(self, model: ModelDemand, group: Group, view: FleetView, going: Sequence[EngineView]) -> bool:
-        """Whether the model fits on these GPUs once some engines have gone."""
-        freed_bytes = {
-            gpu: sum(self.models[engine.model].weight_bytes for engine in going if gpu in engine.gpus) for gpu in group
-        }
-        return all(view.free_bytes.get(gpu, 0) + freed_bytes[gpu] >= model.weight_bytes for gpu in group)
+        """Whether the model fits on these GPUs once some engines have gone and those that are promised room have come."""
+        free_bytes = {gpu: view.free_bytes.get(gpu, 0) for gpu in group}
+        changes = [(engine.model, engine.gpus, 1) for engine in going]
+        changes += [(id, gpus, -1) for id, gpus in self._promised(view)]
+        for id, gpus, sign in changes:
+            for gpu in free_bytes.keys() & set(gpus):
+                free_bytes[gpu] += sign * self.models[id].weight_bytes
+        return min(free_bytes.values()) >= model.weight_bytes
+
+    def _promised(self, view: FleetView) -> list[Spot]:
+        """The spots that are wanted and have no engine yet."""
+        assert self._wanted is not None
+        there = {(engine.model, engine.gpus) for engine in view.engines if engine.status is not Status.DRAINING}
+        return [(id, gpus) for id, groups in self._wanted.items() for gpus in groups if (id, gpus) not in there]
 
     def _displaced(self, model: ModelDemand, view: FleetView) -> tuple[Group, list[EngineView]] | None:
         """A group, and the idle engines that must leave it: those whose models get the fewest requests."""

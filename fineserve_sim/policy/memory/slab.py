@@ -5,29 +5,81 @@ The tensor is cut into slabs of equal size (FineServe, section 5.2). A free slab
 owns is arithmetic (see geometry.py), so no id is translated and no driver is called at run time.
 
 Choice of a slab: the most used PARTIAL one, then the lowest id, so that little used slabs can drain; then the free slab
-with the lowest id. Each key keeps its PARTIAL slabs in a heap whose ranks are refreshed lazily. Freeing a block leaves
-the entry of its slab too optimistic, which shows when it reaches the top. Each free causes at most one refresh, so
-alloc and free cost O(log slabs), amortised, for each slab touched, and a few bit operations for each block.
+with the lowest id. Free slabs, and the PARTIAL slabs of a key with so many blocks in use, are bits of a set (``_Slabs``).
+So alloc and free cost a few bit operations for each slab and each block touched; at worst, a look for the lowest slab passes
+all words of the set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from heapq import heappop, heappush, heapreplace
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan, plan_slabs
+
+WORD: Final = 60
+"""Slabs of a word of a set: machine integers where this is compiled."""
+
+
+class _Slabs:
+    """Some slabs, of which those with the lowest ids are found fast: a bit each."""
+
+    def __init__(self, slabs: int, members: range = range(0)) -> None:
+        bits = (1 << members.stop) - (1 << members.start)
+        self._words = [bits >> first & (1 << WORD) - 1 for first in range(0, slabs + 1, WORD)]
+        self._first = 0  # the words before it are empty
+        self.size = len(members)
+
+    def add(self, slab_id: int) -> None:
+        word = slab_id // WORD
+        self._words[word] = self._words[word] | 1 << slab_id % WORD
+        self.size += 1
+        self._first = min(self._first, word)
+
+    def remove(self, slab_id: int) -> None:
+        word = slab_id // WORD
+        self._words[word] = self._words[word] ^ 1 << slab_id % WORD
+        self.size -= 1
+
+    def take(self, count: int) -> list[int]:
+        """Remove and return the lowest ones. There must be as many."""
+        taken: list[int] = []
+        self.size -= count
+        words, word = self._words, self._first
+        while len(taken) < count:
+            while not words[word]:
+                word += 1
+            bits = words[word]
+            while bits and len(taken) < count:
+                taken.append(word * WORD + lowest_bit(bits))
+                bits &= bits - 1
+            words[word] = bits
+        self._first = word
+        return taken
+
+    def ids(self) -> list[int]:
+        """All of them, in order."""
+        if not any(self._words):
+            return []  # most sets are empty, and a check asks hundreds of them
+        return [
+            word * WORD + place for word, bits in enumerate(self._words) for place in range(WORD) if bits >> place & 1
+        ]
+
+
+def lowest_bit(bits: int) -> int:
+    """The place of the lowest bit that is set; there must be one."""
+    return (bits & -bits).bit_length() - 1
 
 
 class _Pool:
     """The slabs formatted to one key: they hold ``used_blocks``, and ``spare_blocks`` that nobody has.
 
-    ``free_bits`` has the PARTIAL slabs; bit i is set when the i-th block of the slab is free. ``partial`` is a min-heap of
-    (-used, slab id): each PARTIAL slab has exactly one entry, whose ``used`` may be out of date, upwards only; entries of
-    slabs that left the pool are dropped at the top. Slabs of grid keys differ: for these ``blocks_per_slab`` is 0,
-    ``grid_blocks`` has the blocks of each slab, and ``unformatted_blocks`` counts those that the free slabs would hold.
+    By slab id, ``used`` counts the blocks in use, and bit i of ``free_bits`` is set when the i-th block is free. Both are 0
+    for slabs that are not here. ``partial`` has the PARTIAL slabs by how many blocks are in use; none has more than ``top``.
+    Slabs of grid keys differ: for these ``blocks_per_slab`` is 0, ``grid_blocks`` has the blocks of each slab, and
+    ``unformatted_blocks`` counts those that the free slabs would hold. Slabs of one block are full or gone: ``used`` stays 0.
     """
 
     def __init__(self, block_bytes: int, plan: SlabPlan, slabs: range) -> None:
@@ -36,13 +88,44 @@ class _Pool:
         spans = [] if self.blocks_per_slab else [plan.span(block_bytes, slab_id) for slab_id in range(slabs.stop)]
         self.grid_blocks = [end - first for first, end in spans]
         self.capacity_blocks = self.unformatted_blocks = self.blocks_in(slabs)
-        self.free_bits: dict[int, int] = {}
-        self.partial: list[tuple[int, int]] = []
+        self.used, self.free_bits = [0] * slabs.stop, [0] * slabs.stop
+        most = self.blocks_per_slab or max(self.grid_blocks, default=0)
+        self.partial = [_Slabs(slabs.stop) for _ in range(most)]
+        self.top = 0
         self.spare_blocks = self.used_blocks = 0
 
     def blocks_in(self, slab_ids: Sequence[int]) -> int:
         """Blocks that these slabs hold when they are formatted to the key."""
         return self.blocks_per_slab * len(slab_ids) or sum(self.grid_blocks[slab_id] for slab_id in slab_ids)
+
+    def most_used(self) -> int:
+        """How many blocks are in use in the fullest PARTIAL slabs; 0 where there is none."""
+        partial, top = self.partial, self.top
+        while top and not partial[top].size:
+            top -= 1
+        self.top = top
+        return top
+
+    def slabs_for(self, blocks: int, used: int) -> int:
+        """How many of the PARTIAL slabs with so many blocks in use give ``blocks`` more: those that these surely fill, else
+        one."""
+        return max(1, min(self.partial[used].size, blocks // (len(self.partial) - used)))
+
+    def sort(self, slab_id: int, used: int) -> None:
+        """So many blocks of a slab are in use, not all: it is among its likes."""
+        self.partial[used].add(slab_id)
+        self.top = max(self.top, used)
+
+    def give_back(self, slab_id: int, place: int) -> bool:
+        """A block of a slab is free. Returns whether all of them are."""
+        before = self.used[slab_id]
+        self.used[slab_id] = used = before - 1
+        self.free_bits[slab_id] = (self.free_bits[slab_id] | 1 << place) if used else 0  # in place, it is slow compiled
+        if before < (self.blocks_per_slab or self.grid_blocks[slab_id]):
+            self.partial[before].remove(slab_id)
+        if used:
+            self.sort(slab_id, used)
+        return not used
 
 
 @dataclass
@@ -94,48 +177,40 @@ class KVSlabManager:
             )
         self._total_bytes = total_bytes
         self._slabs = range(reserved_slabs, self.slab_count)
-        self._untouched = reserved_slabs  # slabs from here on were never formatted
-        self._holes: list[int] = []  # free slabs before it, a min-heap
-        self.free_slabs = len(self._slabs)  # formatted for nobody
+        self._free = _Slabs(self.slab_count, self._slabs)  # formatted for nobody
         self._pools = {key: _Pool(key, self.plan, self._slabs) for key in sorted(set(owners.values()))}
         self._grid_pools = [pool for pool in self._pools.values() if not pool.blocks_per_slab]
         self._owners = Owners("KV slab manager", {owner: _Holder(self._pools[key]) for owner, key in owners.items()})
+
+    @property
+    def free_slabs(self) -> int:
+        """Slabs that are formatted for nobody."""
+        return self._free.size
 
     def alloc(self, owner: int, blocks: int) -> list[int] | None:
         """``blocks`` block ids, or None when they do not all fit; then nothing is taken. Raises ValueError for an unknown owner
         or a negative number."""
         holder = self._owners[owner]
         pool = holder.pool
-        per_slab = pool.blocks_per_slab
         if blocks < 0:
             raise ValueError(f"KV slab manager: owner {owner} asks for {blocks} blocks; it must be 0 or more")
         if blocks > pool.spare_blocks and blocks > self._available_blocks(pool):
             return None
         ids: list[int] = []
-        left, heap, free_bits = blocks, pool.partial, pool.free_bits
-        while left and heap:  # the most used PARTIAL slab, lowest id first, is at the top when its rank is up to date
-            noted, slab_id = heap[0]
-            free = free_bits.get(slab_id, 0)
-            if not free:
-                heappop(heap)
-                continue
-            rank = free.bit_count() - (per_slab or pool.grid_blocks[slab_id])
-            if rank != noted:
-                heapreplace(heap, (rank, slab_id))
-                continue
-            first = slab_id * per_slab or self.plan.span(pool.block_bytes, slab_id)[0]
-            rest = free
-            while rest and left:
-                lowest = rest & -rest
-                ids.append(first + lowest.bit_length() - 1)
-                rest ^= lowest
-                left -= 1
-            if rest:
+        left, free_bits = blocks, pool.free_bits
+        while left and (used := pool.most_used()):
+            for slab_id in pool.partial[used].take(pool.slabs_for(left, used)):
+                first = slab_id * pool.blocks_per_slab or self.plan.span(pool.block_bytes, slab_id)[0]
+                rest, taken = free_bits[slab_id], 0
+                while rest and taken < left:
+                    ids.append(first + lowest_bit(rest))
+                    rest &= rest - 1
+                    taken += 1
                 free_bits[slab_id] = rest
-                heap[0] = (rank - (free ^ rest).bit_count(), slab_id)  # lower than before, so it stays the top
-            else:
-                del free_bits[slab_id]
-                heappop(heap)
+                pool.used[slab_id] = used + taken
+                if rest:
+                    pool.sort(slab_id, used + taken)
+                left -= taken
         if left:
             self._take_fresh(pool, left, ids)
         pool.spare_blocks -= blocks
@@ -148,50 +223,33 @@ class KVSlabManager:
         twice; then nothing is given back."""
         holder = self._owners[owner]
         held, pool = holder.held, holder.pool
-        if not held.issuperset(block_ids):
-            stray = next(block for block in block_ids if block not in held)
-            raise ValueError(f"KV slab manager: owner {owner} does not hold block {stray} and cannot free it")
-        if len({*block_ids}) != len(block_ids):
-            twice = next(block for block in block_ids if block_ids.count(block) > 1)
-            raise ValueError(f"KV slab manager: owner {owner} frees block {twice} twice in one call")
-        held.difference_update(block_ids)
-        drained = block_ids if pool.blocks_per_slab == 1 else self._unset(pool, self._masks(pool, block_ids))
+        before = len(held)
+        if held.issuperset(block_ids):
+            held.difference_update(block_ids)
+            if before - len(held) < len(block_ids):  # one is given twice
+                held.update(block_ids)
+        if before - len(held) != len(block_ids):
+            raise ValueError(f"KV slab manager: owner {owner} {_wrong(block_ids, held)}")
+        drained = block_ids if pool.blocks_per_slab == 1 else self._unset(pool, block_ids)
         if drained:
             self._give_back(pool, drained)
         pool.spare_blocks += len(block_ids)
         pool.used_blocks -= len(block_ids)
 
-    def _masks(self, pool: _Pool, block_ids: Sequence[int]) -> dict[int, int]:
-        """The blocks as bitmaps by slab id."""
-        masks = dict[int, int]()
+    def _slab_of(self, pool: _Pool, block: int) -> tuple[int, int]:
+        """The slab of a block, and its place there."""
         if per_slab := pool.blocks_per_slab:
-            for block in block_ids:
-                slab_id = block // per_slab
-                masks[slab_id] = masks.get(slab_id, 0) | 1 << block % per_slab
-            return masks
-        for block in block_ids:
-            slab_id = block * pool.block_bytes // self.plan.slab_bytes
-            first, _ = self.plan.span(pool.block_bytes, slab_id)
-            masks[slab_id] = masks.get(slab_id, 0) | 1 << block - first
-        return masks
+            return block // per_slab, block % per_slab
+        slab_id = block * pool.block_bytes // self.plan.slab_bytes
+        return slab_id, block - self.plan.span(pool.block_bytes, slab_id)[0]
 
-    @staticmethod
-    def _unset(pool: _Pool, masks: Mapping[int, int]) -> list[int]:
+    def _unset(self, pool: _Pool, block_ids: Sequence[int]) -> list[int]:
         """These blocks are free. Returns the slabs in which nobody holds one any more."""
-        free_bits, per_slab = pool.free_bits, pool.blocks_per_slab
-        drained: list[int] = []
-        for slab_id, mask in masks.items():
-            before = free_bits.get(slab_id, 0)
-            free = before | mask
-            rank = free.bit_count() - (per_slab or pool.grid_blocks[slab_id])
-            if rank:
-                free_bits[slab_id] = free
-                if not before:
-                    heappush(pool.partial, (rank, slab_id))
-            else:
+        drained = []
+        for block in block_ids:
+            slab_id, place = self._slab_of(pool, block)
+            if pool.give_back(slab_id, place):
                 drained.append(slab_id)
-                if before:
-                    del free_bits[slab_id]
         return drained
 
     def _take_fresh(self, pool: _Pool, left: int, ids: list[int]) -> None:
@@ -204,28 +262,22 @@ class KVSlabManager:
             else:
                 for id in slab_ids:
                     ids += range(id * per_slab, (id + 1) * per_slab)
+                    pool.used[id] = per_slab
             left %= per_slab
         while left:  # a part of one, or of grid keys one after the other
             (slab_id,) = slab_ids = self._format(pool, 1)
             first, blocks = self.plan.span(pool.block_bytes, slab_id)[0], pool.blocks_in(slab_ids)
             taken = min(left, blocks)
             ids += range(first, first + taken)
+            pool.free_bits[slab_id] = (1 << blocks) - (1 << taken)
+            pool.used[slab_id] = taken
             if taken < blocks:
-                pool.free_bits[slab_id] = (1 << blocks) - (1 << taken)
-                pool.partial.append((-taken, slab_id))
+                pool.sort(slab_id, taken)
             left -= taken
 
     def _format(self, pool: _Pool, count: int) -> list[int]:
-        """Format the ``count`` lowest free slabs to the key of the pool. There must be as many. Only called when the heap of
-        the pool is empty; this is why no slab ever has two entries in a heap."""
-        holes = self._holes
-        slab_ids: list[int] = []
-        while holes and len(slab_ids) < count:
-            slab_ids.append(heappop(holes))
-        if new := count - len(slab_ids):
-            slab_ids += range(self._untouched, self._untouched + new)
-            self._untouched += new
-        self.free_slabs -= count
+        """Format the ``count`` lowest free slabs to the key of the pool. There must be as many."""
+        slab_ids = self._free.take(count)
         pool.spare_blocks += pool.blocks_in(slab_ids)
         for grid_pool in self._grid_pools:
             grid_pool.unformatted_blocks -= grid_pool.blocks_in(slab_ids)
@@ -233,10 +285,8 @@ class KVSlabManager:
 
     def _give_back(self, pool: _Pool, slab_ids: Sequence[int]) -> None:
         """These slabs of the pool are empty: they are free again."""
-        holes = self._holes
         for slab_id in slab_ids:
-            heappush(holes, slab_id)
-        self.free_slabs += len(slab_ids)
+            self._free.add(slab_id)
         pool.spare_blocks -= pool.blocks_in(slab_ids)
         for grid_pool in self._grid_pools:
             grid_pool.unformatted_blocks += grid_pool.blocks_in(slab_ids)
@@ -298,7 +348,7 @@ class KVSlabManager:
 
     def check(self) -> None:
         """Raise AssertionError if the state contradicts itself: recomputes every counter from what owners hold. O(slabs)."""
-        free = [*self._holes, *range(self._untouched, self.slab_count)]
+        free = self._free.ids()
         assert self.free_slabs == len(free), "the free slabs are miscounted"
         formatted: list[int] = []
         for key, pool in self._pools.items():
@@ -313,21 +363,30 @@ class KVSlabManager:
         held: dict[int, int] = {}
         for holder in self._owners.values():
             if holder.pool is pool:
-                for slab_id, bits in self._masks(pool, [*holder.held]).items():
-                    assert not bits & held.get(slab_id, 0), f"two owners hold one block of slab {slab_id}"
-                    held[slab_id] = held.get(slab_id, 0) | bits
-        ranks = {slab_id: -rank for rank, slab_id in pool.partial}
-        assert len(ranks) == len(pool.partial), f"a slab is twice in the heap of key {key}"
+                for block in holder.held:
+                    slab_id, place = self._slab_of(pool, block)
+                    assert not held.get(slab_id, 0) >> place & 1, f"two owners hold block {block}"
+                    held[slab_id] = held.get(slab_id, 0) | 1 << place
+        partial = {slab_id: used for used, slabs in enumerate(pool.partial) for slab_id in slabs.ids()}
         for slab_id, bits in held.items():
             first, end = self.plan.span(key, slab_id)
-            free = pool.free_bits.get(slab_id, 0)
-            assert bits ^ free == (1 << (end - first)) - 1, (
-                f"a block of slab {slab_id} is neither held nor free, or both"
-            )
-            assert ranks.get(slab_id, -1) >= bits.bit_count() if free else slab_id not in ranks, (
-                f"slab {slab_id} in the heap"
-            )
-        assert pool.free_bits.keys() <= held.keys() and all(pool.free_bits.values()), f"an empty slab of key {key}"
-        counters = [sum(map(int.bit_count, bits.values())) for bits in (held, pool.free_bits)]
+            free, whole = pool.free_bits[slab_id], (1 << (end - first)) - 1
+            assert bits ^ free == whole, f"a block of slab {slab_id} is neither held nor free, or both"
+            if pool.blocks_per_slab != 1:
+                assert pool.used[slab_id] == bits.bit_count(), f"slab {slab_id} is miscounted"
+            assert partial.pop(slab_id, 0) == (bits.bit_count() if free else 0), f"slab {slab_id} among its likes"
+        assert not partial, f"empty slabs of key {key} among partial ones: {partial}"
+        assert sum(map(bool, pool.free_bits)) <= len(held), f"an empty slab of key {key} has bits"
+        counters = [sum(map(int.bit_count, bits)) for bits in (held.values(), pool.free_bits)]
         assert [pool.used_blocks, pool.spare_blocks] == counters, f"counters of key {key}"
         return held
+
+
+def _wrong(block_ids: Sequence[int], held: Collection[int]) -> str:
+    """Why these blocks cannot be freed."""
+    for number, block in enumerate(block_ids):
+        if block not in held:
+            return f"does not hold block {block} and cannot free it"
+        if block in block_ids[:number]:
+            return f"frees block {block} twice in one call"
+    return ""

@@ -28,13 +28,13 @@ def placed_on(
         Instance(id, replica, group, rate_per_s, by_id[id].weight_bytes)
         for id, groups in homes.items()
         for replica, (group, rate_per_s) in enumerate(
-            zip(groups, _split_rate(by_id[id], [kind_of[group[0]] for group in groups]), strict=True)
+            zip(groups, split_rate(by_id[id], [kind_of[group[0]] for group in groups]), strict=True)
         )
     ]
     return Placement(tuple(instances), unplaced=tuple(model.id for model in models if not homes.get(model.id)))
 
 
-def _split_rate(model: ModelDemand, kinds: Sequence[int]) -> list[float]:
+def split_rate(model: ModelDemand, kinds: Sequence[int]) -> list[float]:
     """The rate of each replica of a model, on GPUs of these ``kinds``."""
     most_per_s = {kind: model.on(kind).most_per_s for kind in set(kinds)} if model.by_kind else {}
     if len(set(most_per_s.values())) < 2:

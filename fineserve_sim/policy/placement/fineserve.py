@@ -28,6 +28,7 @@ from fineserve_sim.policy.interfaces import GpuSlot, Instance, ModelDemand, Oper
 from fineserve_sim.policy.placement import check_options, tp_groups
 from fineserve_sim.policy.placement.mme import marginal_efficiency
 
+Replicas = Literal["slo", "rate"]
 Unmet = Literal["rate", "spread"]
 
 
@@ -51,8 +52,8 @@ Place = tuple[ModelDemand, int, tuple[int, ...], Footprint]
 """A model, the number of its replica, the GPUs of that and the footprint on them."""
 
 
-def base_footprint(model: ModelDemand, candidates: int, unmet: Unmet = "rate") -> Footprint:
-    """F_M with the fewest replicas, at most ``candidates``, that carry the model's rate within its SLO.
+def base_footprint(model: ModelDemand, candidates: int, unmet: Unmet = "rate", replicas: Replicas = "slo") -> Footprint:
+    """F_M with the fewest replicas, at most ``candidates``, that carry the model's rate: within its SLO ("slo"), or at all.
 
     If no number does, F_M is taken at the smallest profiled batch, and ``unmet`` says how many replicas there are. "rate": the
     fewest that carry the rate whatever the SLO, all candidates if none do. "spread": all candidates if the smallest batch
@@ -69,16 +70,17 @@ def base_footprint(model: ModelDemand, candidates: int, unmet: Unmet = "rate") -
         for point in by_batch
     )
     steps = sorted({counts[index] for index in least if index < candidates})
-    for replicas in steps:
-        point = next(point for point in by_batch if point.throughput_per_s >= model.rate_per_s / replicas)
-        if feasible := point.ttft_s <= model.slo_s:
+    for count in steps:
+        point = next(point for point in by_batch if point.throughput_per_s >= model.rate_per_s / count)
+        feasible = point.ttft_s <= model.slo_s
+        if feasible or replicas == "rate":
             break
     else:
         point, feasible = by_batch[0], False
         spread = candidates if point.ttft_s <= model.slo_s else 1
-        replicas = spread if unmet == "spread" else min(steps, default=candidates)
+        count = spread if unmet == "spread" else min(steps, default=candidates)
     fixed_bytes = model.weight_bytes + point.activation_bytes + point.kv_bytes
-    return Footprint(fixed_bytes, replicas, point, feasible)
+    return Footprint(fixed_bytes, count, point, feasible)
 
 
 def tp_degree(demands: Sequence[ModelDemand], groups: Mapping[int, int]) -> int:
@@ -123,21 +125,21 @@ class FineServePlacement:
     """Algorithm 1.
 
     ``score``: "mean" is eq. 3, "exact" eq. 1. ``colocation`` of replicas of one model on the same GPUs: "avoid"
-    unless no other candidate has room, "forbid", or "allow". ``replicas``: "first_places" gives every model its first place
-    before any gets a second one. "literal" places all replicas of a model before the next model, even if that model then fits
-    nowhere. "yield" gives up replicas until every model has a place. "one" replicates nothing. ``unmet``: how many replicas a
-    model has whose SLO no number of them meets (``base_footprint``). ``order``: models are sorted by their footprint on all
-    GPUs of an instance ("model") or on one of them ("gpu"). Ties go to the larger weights, then the lower id (models); to fewer
-    residents, then the lower GPU ids (candidates). If only some replicas of a model find room, they share its whole rate and
-    the model is reported infeasible. Raises ValueError for unknown options; ``place`` does for a model without profile.
+    unless no other candidate has room, "forbid", or "allow". ``replicas`` and ``unmet``: how many replicas a model has
+    (``base_footprint``). ``turns``: "first_places" gives every model its first place before any gets a second one. "literal"
+    places all replicas of a model before the next model, even if that model then fits nowhere. ``order``: models are sorted by
+    their footprint on all GPUs of an instance ("model") or on one of them ("gpu"). Ties go to the larger weights, then the
+    lower id (models); to fewer residents, then the lower GPU ids (candidates). If only some replicas of a model find room, they
+    share its whole rate and the model is reported infeasible. Raises ValueError for unknown options; ``place`` does for a model
+    without profile.
 
-    Every replica is scored on every candidate of its size, a few float operations each; "yield" does all that again for
-    each replica that is given up.
+    Every replica is scored on every candidate of its size, a few float operations each.
     """
 
     score: Literal["mean", "exact"] = "mean"
     colocation: Literal["avoid", "forbid", "allow"] = "avoid"
-    replicas: Literal["first_places", "literal", "yield", "one"] = "first_places"
+    replicas: Replicas = "slo"
+    turns: Literal["first_places", "literal"] = "first_places"
     unmet: Unmet = "rate"
     order: Literal["model", "gpu"] = "model"
 
@@ -155,22 +157,16 @@ class FineServePlacement:
         wanted = {model.id: self._wanted(model, groups[model.tp]) for model in placeable}
         placeable.sort(key=lambda model: self._rank(model, wanted[model.id].values()))
         replicas = {id: max(each.footprint.replicas for each in kinds.values()) for id, kinds in wanted.items()}
-        firsts = [(model, 0) for model in placeable] if self.replicas == "first_places" else []
-        while True:
-            others = [(model, number) for model in placeable for number in range(bool(firsts), replicas[model.id])]
-            places = self._assign([*firsts, *others], wanted, groups, gpus)
-            placed = {model.id for model, *_ in places}
-            if self.replicas != "yield" or len(placed) == len(placeable) or max(replicas.values()) == 1:
-                return _summary(models, places)
-            # The most replicated model gives up one replica; among equals, the one with the largest footprint.
-            replicas[max(placeable, key=lambda model: replicas[model.id]).id] -= 1
+        firsts = [(model, 0) for model in placeable] if self.turns == "first_places" else []
+        others = [(model, number) for model in placeable for number in range(bool(firsts), replicas[model.id])]
+        return _summary(models, self._assign([*firsts, *others], wanted, groups, gpus))
 
     def _wanted(self, model: ModelDemand, groups: Mapping[int, Sequence[tuple[int, ...]]]) -> dict[int, Wanted]:
         """What a replica asks of each kind that has groups for it."""
         found = {}
         for kind, candidates in groups.items():
             here = model.on(kind)
-            footprint = base_footprint(here, 1 if self.replicas == "one" else len(candidates), self.unmet)
+            footprint = base_footprint(here, len(candidates), self.unmet, self.replicas)
             found[kind] = Wanted(footprint, marginal_efficiency(here))
         return found
 

@@ -7,19 +7,25 @@ Prism* charges memory with weights only; who measures what is left for KV, as Pr
 
 A model of TP degree n is n equal parts, each with its shard's weights and 1/n of the rate. A part passes over GPUs that host
 a sibling and stays in its node. So the parts go to the node with the lowest ratio, where its n lowest ratios are.
+
+Prism places a model once. Prism* runs on FineServe's workers, where "each replica is treated as a separate model for placement
+and scheduling" (FineServe, sections 4 and 6.2). So the replicas that Algorithm 1 of FineServe asks for are models here, each
+with its part of the rate. As there, every model gets its first place before any gets a second one, and replicas of one model
+share a GPU only where no other has room.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from typing import Literal, NamedTuple
 
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement
-from fineserve_sim.policy.placement import check_options, placed_on
+from fineserve_sim.policy.placement import check_options, placed_on, tp_groups
+from fineserve_sim.policy.placement.fineserve import base_footprint
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,9 @@ class KvprPlacement:
     SLO, or the TTFT SLO of a model without TPOT SLO. ``tau`` and ``threshold`` matter to models that have a place already.
     With "relative" they move only if the best ratio is below tau x the ratio of their place; with "absolute", if it is lower
     by more than tau. Ties: lower model id, lower GPU id. ``charges``: what a model takes from KV memory, its "weights" or all
-    that its "engine" takes. Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options and a negative tau.
+    that its "engine" takes. ``replicas``: "one" of each model, or as many as ``base_footprint`` has with this option; those
+    without room are left out. Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options and a
+    negative tau.
 
     A model costs the GPUs of lower ratio that are too full for it, and the node on which it goes; judged with it, all GPUs.
     """
@@ -41,6 +49,7 @@ class KvprPlacement:
     tau: float = 0.8
     threshold: Literal["relative", "absolute"] = "relative"
     charges: Literal["weights", "engine"] = "weights"
+    replicas: Literal["one", "slo", "rate"] = "one"
 
     def __post_init__(self) -> None:
         check_options(self)
@@ -54,22 +63,39 @@ class KvprPlacement:
         current: Mapping[str, tuple[int, ...]] | None = None,
     ) -> Placement:
         """Place all models from scratch. ``current`` names the GPUs of models that run already; see ``tau``. All
-        parts of a model stay or all move. Raises ValueError if ``current`` names a GPU that is not there."""
+        parts of a model stay or all move. Raises ValueError if ``current`` names a GPU that is not there, and for a model
+        without profile where there may be several replicas."""
         current = current or {}
         known = {gpu.id for gpu in gpus}
         for id, home in current.items():
             if not known.issuperset(home):
                 raise ValueError(f"model {id} is said to run on GPUs {home}, but the cluster has {sorted(known)}")
-        parts = {m.id: _Part(m.tp, self.part_weight(m, m.rate_per_s), self._charge(m), m.engine_bytes) for m in models}
+        parts = {model.id: self._part(model, gpus) for model in models}
         least_bytes = min((part.charge_bytes for part in parts.values()), default=0)
         ranking = _Ranking(gpus, self.evaluate == "post", least_bytes)
         homes: dict[str, list[tuple[int, ...]]] = {}
-        for id, part in sorted(parts.items(), key=lambda row: (-row[1].weight, row[0])):
-            if (group := self._target(part, ranking, current.get(id))) is not None:
-                homes[id] = [group]
+        replicas = ((number, -part.weight, id) for id, part in parts.items() for number in range(part.replicas))
+        for _, _, id in sorted(replicas):
+            part, own = parts[id], homes.setdefault(id, [])
+            if (group := self._target(part, ranking, own, current.get(id))) is not None:
+                own.append(group)
                 for gpu in group:
                     ranking.add(gpu, part)
         return placed_on(models, homes, gpus)
+
+    def _part(self, model: ModelDemand, gpus: Sequence[GpuSlot]) -> _Part:
+        """What each part of each replica adds; of several kinds of GPU the one that asks for the most replicas counts."""
+        replicas = 1
+        if self.replicas != "one":
+            kind_of = {gpu.id: gpu.kind for gpu in gpus}
+            groups = Counter(kind_of[group[0]] for group in tp_groups(gpus, model.tp))
+            counts = [
+                base_footprint(model.on(kind), candidates, replicas=self.replicas).replicas
+                for kind, candidates in groups.items()
+            ]
+            replicas = max(counts, default=1)
+        weight = self.part_weight(model, model.rate_per_s / replicas)
+        return _Part(model.tp, weight, self._charge(model), model.engine_bytes, replicas)
 
     def part_weight(self, model: ModelDemand, rate_per_s: float) -> float:
         """Weight of one TP part at this request rate. Bytes per token are per GPU, so the token weight is that of a part as it
@@ -91,9 +117,13 @@ class KvprPlacement:
     def _charge(self, model: ModelDemand) -> int:
         return model.engine_bytes if self.charges == "engine" else model.weight_bytes
 
-    def _target(self, part: _Part, ranking: _Ranking, current: tuple[int, ...] | None) -> tuple[int, ...] | None:
-        """GPUs for the model: the best ones, or the present ones while the best are not better enough."""
-        best = ranking.best_group(part)
+    def _target(
+        self, part: _Part, ranking: _Ranking, siblings: Sequence[tuple[int, ...]], current: tuple[int, ...] | None
+    ) -> tuple[int, ...] | None:
+        """GPUs for a replica, apart from its ``siblings`` where it can: the best ones, or the present ones while the best are
+        not better enough."""
+        taken = {gpu for group in siblings for gpu in group}
+        best = ranking.best_group(part, taken) or (ranking.best_group(part) if taken else None)
         if best is None or current is None or not all(ranking.loads[gpu].has_room(part) for gpu in current):
             return best
         best_ratio, current_ratio = (max(ranking.ratios(group, part).values()) for group in (best, current))
@@ -103,13 +133,14 @@ class KvprPlacement:
 
 
 class _Part(NamedTuple):
-    """What each part of a model adds to its GPU: its weight, the bytes by which its ratio is judged to take from KV memory,
+    """What each part of a replica adds to its GPU: its weight, the bytes by which its ratio is judged to take from KV memory,
     and those that its engine takes."""
 
     tp: int
     weight: float
     charge_bytes: int
     engine_bytes: int
+    replicas: int
 
 
 @dataclass(slots=True)
@@ -156,15 +187,16 @@ class _Ranking:
             gpu: (load.weight + weight) / (load.kv_bytes - charge_bytes) for gpu, load in loads if load.has_room(part)
         }
 
-    def best_group(self, part: _Part) -> tuple[int, ...] | None:
-        """As the function of this name, among GPUs with room for the part."""
+    def best_group(self, part: _Part, taken: Collection[int] = ()) -> tuple[int, ...] | None:
+        """As the function of this name, among GPUs with room for the part that are not ``taken``."""
         if self._adds_first:
-            return best_group(part.tp, self.ratios(self.loads, part), self._node_of)
+            return best_group(part.tp, self.ratios(self.loads.keys() - taken, part), self._node_of)
         passed: set[int] = set()  # nodes without room for all parts
         for _, gpu in self._ranked:
             node = self._node_of[gpu]
-            if node not in passed and self.loads[gpu].has_room(part):
-                if group := best_group(part.tp, self.ratios(self._members[node], part), self._node_of):
+            if node not in passed and gpu not in taken and self.loads[gpu].has_room(part):
+                free = [member for member in self._members[node] if member not in taken]
+                if group := best_group(part.tp, self.ratios(free, part), self._node_of):
                     return group
                 passed.add(node)
         return None
