@@ -44,8 +44,8 @@ class Api(NamedTuple):
 
 NO_API = Api()
 TOKENISE_S = 3.5e-6
-"""Seconds of a prompt's token: Hugging Face's tokenizers on one core. The median of twelve measurements (1.8 to 6.7 us): the
-vocabularies of DeepSeek-V3 and Claude (as litellm 1.110 has them), random tokens and English words, prompts of 1,000, 7,400
+"""Seconds of a prompt's token: Hugging Face's tokenizers on one core. The median of twelve measurements, 1.8 to 6.7 us.
+Vocabularies: DeepSeek-V3's and Claude's, as litellm 1.110 has them. Prompts: random tokens and English words, of 1,000, 7,400
 and 30,000 tokens."""
 HTTP = Api(0.005, TOKENISE_S)
 """A server that its client reaches directly. vLLM's own OpenAI server over a tiny model on a CPU: what the client's TTFT
