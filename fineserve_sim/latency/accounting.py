@@ -63,8 +63,8 @@ def _attention(step: StepModel, batches: Sequence[Batch]) -> dict[str, Part]:
 
 
 def time_shares(step: StepModel, batches: Sequence[Batch]) -> dict[str, dict[Source, float]]:
-    """Fraction of the steps' time by part and source, every step weighing the same: what an engine's time is made of, for
-    batches sampled evenly over time. The fractions sum to 1; there must be a batch."""
+    """Fraction of the steps' time by part and source. Every step weighs the same, so that batches sampled evenly over time
+    give an engine's shares. The fractions sum to 1; there must be a batch."""
     found = parts(step, batches)
     step_s = sum((part.seconds for part in found.values()), np.zeros(len(batches)))
     shares: dict[str, dict[Source, float]] = defaultdict(dict)

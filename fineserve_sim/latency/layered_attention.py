@@ -175,7 +175,7 @@ class PerSequence:
 
 @dataclass(frozen=True)
 class Summed:
-    """Every kind of attention of a model, one after the other; what seconds rest on is that of the kind that takes longest."""
+    """Every kind of attention of a model, one after the other. The provenance of the seconds is the longest kind's."""
 
     kinds: tuple[Attention, ...]
 

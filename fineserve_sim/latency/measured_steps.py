@@ -188,7 +188,7 @@ class MeasuredOperators:
         return {"tokens": Cost(curve_s, curve_s, curve_s, source)}
 
     def by_sampled(self, rows: Floats) -> dict[str, Cost]:
-        """What a sequence that gets a token adds."""
+        """Seconds that each sequence with a sampled token adds."""
         rows_s = rows * self.fit.row_s
         return {"lm_head": Cost(rows_s, rows_s, rows_s, np.full(rows.shape, FITTED))}
 
@@ -239,7 +239,7 @@ class MeasuredStepModel(StepModel):
         sampled: int,
         step_s: float | None = None,
     ) -> Demand:
-        """What a step needs of its device: the measured engine does not say what bounds it, so all alike."""
+        """Fractions of its device that a step needs. A measured engine does not tell its bound, so all are alike."""
         if step_s is None:
             chunks = (prefill_tokens, prefill_pairs, prefill_context)
             step_s = self.step_s(decodes, decode_context, *chunks, sampled)

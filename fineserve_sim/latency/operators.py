@@ -1,4 +1,4 @@
-"""What one engine step runs, operator by operator, as rooflines over measured kernel rates.
+"""One engine step, operator by operator, as rooflines over measured kernel rates.
 
 An operator's kernel takes ``launch + max(flops / rate, bytes / rate)``. A cost here depends on the number of batch tokens
 alone, or on the number of sampled rows alone. So a step model can tabulate it. What depends on context lengths is
@@ -173,7 +173,7 @@ class Operators:
 
     def _of_all_ranks(self, tokens: Floats) -> dict[str, Cost]:
         """Experts on the tokens of all data-parallel ranks, and the exchange around them: hidden states are gathered from all
-        ranks, and outputs summed and scattered to them. Each moves half of what an all-reduce of as many bytes does."""
+        ranks, and outputs summed and scattered to them. Each moves half as many bytes over the links as an all-reduce."""
         layers = mlp_layers(self.model)[-1].layers
         return self._experts(tokens) | {"exchange": self._exchange(tokens / 2).times(2 * layers)}
 
@@ -263,11 +263,11 @@ class Operators:
 
     @property
     def _copied_s(self) -> float:
-        """What it takes to copy a sequence's state out of the cache and back."""
+        """Seconds to copy a sequence's state out of the cache and back."""
         return COPIES * state_bytes(self.model, self.tp) / self.rates.attention.bytes_per_s.value
 
     def _linears(self, tokens: Floats) -> dict[str, Cost]:
-        """The matrix products over all layers; those that keep 16 bits at the rates of ``lm_head``."""
+        """The matrix products over all layers; products in 16 bits have the rates of ``lm_head``."""
         quantised = self.precision.effective_weight_bits, self.precision.activation_bits
         costs = {}
         for name, one in products(self.model, self.tp).items():

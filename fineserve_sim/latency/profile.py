@@ -90,9 +90,9 @@ def profile(
 ) -> tuple[OperatingPoint, ...]:
     """Operating points at 1, 2, 4, ... ``max_sequences`` concurrent requests of mean length.
 
-    TTFT is that of a static batch: all prompts prefilled together on an idle engine. KV bytes are those of requests
-    midway through their output; activation bytes are the peak of a full step. Both are per GPU.
-    Batch sizes that leave no token of ``budget`` for prefill are left out.
+    TTFT is a static batch's: an idle engine prefills all prompts together. KV bytes count requests midway through their
+    output; activation bytes are the peak of a full step. Both are per GPU. Batch sizes that leave no token of ``budget`` for
+    prefill are left out.
     """
 
     def bytes_of(batch: int, context: int) -> tuple[int, int]:
@@ -110,7 +110,7 @@ def profile_of(
     budget: int,
     max_sequences: int,
 ) -> tuple[OperatingPoint, ...]:
-    """The same of any steps, such as those that were measured on an engine."""
+    """The profile of any step times, such as steps measured on an engine."""
     prompt, output = max(1, math.ceil(mean_prompt_tokens)), max(1, math.ceil(mean_output_tokens))
     sizes = batch_sizes(min(max_sequences, budget))
     return tuple(_point(step, bytes_of, batch, prompt, output, budget) for batch in sizes)

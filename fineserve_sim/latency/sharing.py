@@ -37,7 +37,7 @@ CLOSE = 1e-12
 
 
 class Demand(NamedTuple):
-    """What an engine's batch needs, as fractions of its step alone on the whole GPU (``StepModel.demand``).
+    """Needs of an engine's batch as fractions of its step alone on the whole GPU (``StepModel.demand``).
 
     * ``compute``, ``bandwidth``: the time in which compute units and memory bandwidth are busy.
     * ``resident``: the time in which any kernel is on the device.

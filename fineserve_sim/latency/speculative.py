@@ -12,8 +12,8 @@ iteration takes the part of a round that brings one token:
     iteration = (round with a chunk - round) + round / E                  where a prompt's chunk joins
 
 A chunk adds to a round what it adds, whichever part of it the iteration is. So all work is done once, and TPOT, throughput and
-memory follow. What is lost: a prompt waits for the rest of an iteration instead of a round's, and a sequence does not overshoot
-its end in its last round. The slots of drafted tokens, k a sequence, take no KV memory here.
+memory follow. Two effects are lost: a prompt waits for the rest of an iteration instead of a round's, and a sequence does not
+overshoot its end in its last round. The slots of drafted tokens, k a sequence, take no KV memory here.
 
 A token of the draft is checked beside its predecessors, so attention reads the KV of a sequence once a round.
 """
@@ -167,7 +167,7 @@ class SpeculativeStepModel(StepModel):
         sampled: int,
         step_s: float | None = None,
     ) -> Demand:
-        """What a round needs of the GPU, as parts of its time; the iteration lasts ``step_s``."""
+        """Needs of a round as fractions of its time; the iteration lasts ``step_s``."""
         prompt = prefill_tokens, prefill_pairs, prefill_context
         whole_s = self.round_s(decodes, decode_context, prompt, sampled)
         passes = self._passes(decodes, decode_context, prompt, sampled)

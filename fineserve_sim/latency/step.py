@@ -291,7 +291,7 @@ class StepModel:
         sampled: int,
         step_s: float | None = None,
     ) -> Demand:
-        """What the step needs of the GPU, as fractions in [0, 1] of its time alone.
+        """Needs of the step as fractions in [0, 1] of its time alone.
 
         They are the time in which compute units are busy, in which memory bandwidth is, and in which a kernel is on the
         device. A kernel counts for both units and bandwidth where they overlap; launches, host time and links for neither.

@@ -1,6 +1,6 @@
 """Operators with measured tables inside: matrix products, attention and all-reduce.
 
-What the tables lack stays as in ``operators``: the small kernels, and every operator of a format without rows.
+Operators without rows stay as in ``operators``: the small kernels, and every operator of a format that no table has.
 
 * FP8 checkpoints use the per-tensor FP8 rows, as vLLM's CUTLASS kernel does.
 * AWQ uses TensorRT-LLM's int4 weight-only rows, which stand in for vLLM's Marlin kernel, but never beats that kernel's

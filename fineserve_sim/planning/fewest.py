@@ -27,7 +27,7 @@ Answer = tuple[Wish, Best]
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a search on some GPUs came to. ``why``: why it does not hold, empty where it does. ``best``: None where the models
+    """The outcome of a search on some GPUs. ``why``: why it does not hold, empty where it does. ``best``: None where the models
     do not fit."""
 
     wish: Wish
@@ -65,7 +65,8 @@ def ask(wish: Wish, target: Target, budget: Budget, known: Sequence[Layout] = ()
 
 
 def part_of(budget: Budget, gpus: int) -> Budget:
-    """What each number of GPUs gets, up to so many: all that a bisection asks, and one either way for the model's error."""
+    """The part of the evaluations for each number of GPUs up to ``most``: a bisection's questions, and one more each way for
+    the band."""
     return budget.part(gpus.bit_length() + 3)
 
 
@@ -152,7 +153,7 @@ class _Cheapest:
 
     @property
     def usd(self) -> float:
-        """What the answer costs an hour; endless where there is none."""
+        """Dollars an hour of the answer; infinite where there is none."""
         return math.inf if self.answer is None else sum(self.prices[str(gpu)] * n for gpu, n in self.answer[0].kinds)
 
     def ask_alone(self, gpu: str) -> None:

@@ -1,4 +1,4 @@
-"""One search for a problem: where it starts, what bounds it, what it may take and when it ends."""
+"""One search for a problem: its starts, its bound, its budget and its end."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 def impossible(problem: Problem) -> str | None:
-    """In one line; None where nothing simple forbids it."""
+    """The constraint that cannot be met, in one line; None where no simple one forbids the wish."""
     return next(_reasons(problem), None)
 
 
@@ -55,7 +55,7 @@ def _memory(problem: Problem) -> Iterator[str]:
 
 
 def _least_bytes(models: Sequence[Sequence[ModelDemand]]) -> int:
-    """What an engine of each model takes at least of all its GPUs, beside KV."""
+    """The fewest bytes that an engine of each model takes of all its GPUs, without KV."""
     return sum(min(demand.tp * demand.engine_bytes for demand in demands) for demands in models)
 
 

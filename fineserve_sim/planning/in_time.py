@@ -5,7 +5,7 @@ there, on the requests of the window that has passed. The new placement is taken
 
     late requests that it would have spared > requests that come while the weights of its new engines load
 
-Models keep the precision and degree of the first plan. What comes out is a timetable of placements. The cluster follows it
+Models keep the precision and degree of the first plan. The result is a timetable of placements. The cluster follows it
 with all that its moves cost: weights cross links, and requests wait where an engine had to leave first. It stands beside the
 first plan kept for all of the trace, the plan that knows all of the trace beforehand, the first plan under ``drifting``
 residency, and Prism's residency.
@@ -53,8 +53,8 @@ class Window:
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """What the searches found: a layout a window. ``wish``: with the options of the first plan. ``knows_all``: the layout of
-    the one plan for all of the trace; None where the user stopped the searches. Then the last layout stays."""
+    """The layouts that the searches found, one a window. ``wish``: with the options of the first plan. ``knows_all``: the
+    layout of the one plan for all of the trace; None where the user stopped the searches. Then the last layout stays."""
 
     wish: Wish
     every_s: float
@@ -129,7 +129,7 @@ def _as_only_options(layout: Layout) -> Layout:
 
 
 def _followed(wish: Wish, first: Layout, windows: Sequence[Trace], budget: Budget) -> Iterator[Layout]:
-    """After each window, the layout for the next: what a search finds on the requests that have passed, if it pays. None any
+    """The layout of each next window: a search's on the requests so far, if its moves pay. None any
     more once a search is stopped."""
     now = first
     for window in windows:
@@ -210,7 +210,7 @@ def _kept(wish: Wish, system: Mapping[str, Any] | None = None) -> Bools:
 
 
 def judged(found: Timetable) -> InTime:
-    """What the timetable and its rivals keep. Raises ValueError where the searches were stopped."""
+    """Shares on time of the timetable and of its rivals. Raises ValueError where the searches were stopped."""
     wish, every_s, layouts, best = found.wish, found.every_s, found.layouts, found.knows_all
     if best is None:
         raise ValueError("the searches were stopped: the plan so far is not judged")

@@ -1,4 +1,4 @@
-"""What a layout costs: late requests, found by simulating one island at a time.
+"""The cost of a layout in late requests, found by simulating one island at a time.
 
 Under a static placement, engines touch each other on their GPUs alone, and the turns of a model's instances say which request
 goes to which instance before anything runs (``cluster/components.py``). So the engines that share GPUs, an *island*, can be
@@ -46,7 +46,7 @@ class Place(NamedTuple):
 
 
 def places_of(problem: Problem, layout: Layout) -> list[Place]:
-    """The islands of a layout. The GPUs of one are of one kind, as those of each engine are."""
+    """The islands of a layout. An island's GPUs are of one kind, since each engine's are."""
     engines = [
         Member(model, home.option, number, tuple(problem.kind_of[group[0]] for group in home.groups), group)
         for model, home in enumerate(layout)
@@ -64,7 +64,7 @@ def places_of(problem: Problem, layout: Layout) -> list[Place]:
 
 
 class Served(NamedTuple):
-    """What became of the requests of an island: their rows in the trace of a part, the member of each, and who was on time."""
+    """The requests of an island: their rows in the trace of a part, the member of each, and which were on time."""
 
     rows: Ints
     member: Ints
@@ -149,7 +149,7 @@ def on_time(problem: Problem, part: int, layout: Layout) -> Bools:
 
 @dataclass(frozen=True, slots=True)
 class Losses:
-    """What each member of an island costs: late requests, by their weights. ``fits``: whether the engines fit at all.
+    """The cost of each member of an island: late requests, by their weights. ``fits``: whether the engines fit at all.
     ``whole``: whether all requests were simulated; else it costs this much at least."""
 
     by_member: tuple[float, ...]
@@ -248,7 +248,7 @@ class Simulated:
             self.known |= losses_of
 
     def loss(self, layout: Layout) -> float:
-        """What a layout costs: late requests, and what is unserved. Infinite where it does not fit."""
+        """The cost of a layout: late requests and unserved models. Infinite where it does not fit."""
         places = places_of(self.problem, layout)
         self.ensure({place.island: math.inf for place in places})
         found = [self.known[place.island] for place in places]
@@ -257,11 +257,11 @@ class Simulated:
         return sum(self.problem.unserved(layout)) + sum(each.sum for each in found)
 
     def by_gpu(self, layout: Layout) -> Mapping[int, float]:
-        """What the island of each GPU costs; GPUs without engines cost nothing."""
+        """The cost of each GPU's island; GPUs without engines cost nothing."""
         return {gpu: self.of(place.island).sum for place in places_of(self.problem, layout) for gpu in place.gpus}
 
     def by_model(self, layout: Layout) -> Sequence[float]:
-        """What each model costs."""
+        """The cost of each model."""
         total = self.problem.unserved(layout)
         for place in places_of(self.problem, layout):
             for member, loss in zip(place.island, self.of(place.island).by_member, strict=True):

@@ -1,4 +1,4 @@
-"""What a plan does on requests that its search never saw, beside the placements of the papers' systems.
+"""A plan judged on requests that its search never saw, beside the placements of the papers' systems.
 
 A search finds what flatters its model. So a plan is also judged where the model is wrong: at other rates, with steps that take
 longer, with other numbers of requests for each model. Steps that take 10 % longer are arrivals and limits in a time that passes

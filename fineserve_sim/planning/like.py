@@ -1,4 +1,4 @@
-"""What a plan takes over from an experiment that is there: its models, GPUs and engines, and what ``fineserve-run`` needs.
+"""A plan's inputs from an existing experiment: its models, GPUs and engines, and the settings that ``fineserve-run`` needs.
 
 So a plan can be made for models that the catalog does not have, and is served as it is.
 """

@@ -132,7 +132,7 @@ def _mean(kept: np.ndarray) -> float:
 
 
 def _alone(unseen: Problem, model: int, home: Home) -> float:
-    """The share of a model's requests that are on time where nobody shares the GPUs of its instances."""
+    """The share of a model's requests that are on time where its instances have their GPUs alone."""
     kept, kinds = [], tuple(unseen.kind_of[group[0]] for group in home.groups)
     for number, group in enumerate(home.groups):
         island = (Member(model, home.option, number, kinds, tuple(range(len(group)))),)

@@ -1,4 +1,4 @@
-"""The page of a plan: whether it holds, what it costs, where everything is and why, and what a change of load does to it."""
+"""The page of a plan: its verdict, its cost, each model's place with the reason, and the effect of another load."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ _FIGURE = "beside"
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """What a page tells. ``usable_bytes``: by GPU. ``one_a_model``: the GPUs that would take, and what they cost an hour."""
+    """The content of a page. ``usable_bytes``: by GPU. ``one_a_model``: the GPUs that would take, and what they cost an
+    hour."""
 
     found: Found
     outlook: Outlook
@@ -99,7 +100,7 @@ def _sentences(shown: Shown) -> Iterator[str]:
 
 
 def _map(shown: Shown) -> Html:
-    """A box a GPU: the models on it, and what they take of its memory."""
+    """One box a GPU: its models and the memory that they take."""
     homes, here = shown.found.homes, residents(shown.found.best.layout)
     boxes = [_box(shown, gpu, sorted(set(here.get(gpu, ())))) for gpu in range(shown.found.wish.count)]
     key = [tag("span", tag("i", class_=name), f" {text} ") for name, text in (("weights", "engines"), ("kv", "KV"))]

@@ -1,4 +1,4 @@
-"""What a search for a plan is given, and what it looks for.
+"""The input of a search for a plan, and its goal.
 
 A *layout* says how each model runs and on which GPUs. How: by one of its options, a precision and a tensor-parallel degree.
 Where: on one group of GPUs for each of its instances. Everything else of a plan, such as the scheduler, belongs to the system.
@@ -63,8 +63,8 @@ class Member(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a request must keep, in seconds: the TTFT limit of each model, the time per later token and the time to the last
-    token (None: no limit)."""
+    """Limits of a request in seconds: the TTFT of each model, the time per later token and the time to the last token (None:
+    no limit)."""
 
     ttft_s: tuple[float, ...]
     tpot_s: float | None = None
@@ -73,9 +73,9 @@ class Limits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What every layout keeps. ``apart``: pairs of models that share no GPU. ``pinned``: the GPUs on which the instances of a
-    model may stand. ``most_per_gpu``: engines on one GPU. ``survives``: each model keeps an instance when any one GPU, or any
-    one node, is lost."""
+    """Rules that every layout keeps. ``apart``: pairs of models that share no GPU. ``pinned``: the GPUs on which the instances
+    of a model may stand. ``most_per_gpu``: engines on one GPU. ``survives``: each model keeps an instance when any one GPU, or
+    any one node, is lost."""
 
     apart: frozenset[frozenset[str]] = frozenset()
     pinned: Mapping[str, frozenset[int]] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Rules:
 
 
 class Part(NamedTuple):
-    """Requests by which layouts are judged, and what a late one counts. All parts of a problem name the same models."""
+    """Requests that judge layouts, and the weight of a late one. All parts of a problem name the same models."""
 
     trace: Trace
     weight: float = 1.0
@@ -103,7 +103,7 @@ def another_mix(trace: Trace, seed: int) -> Trace:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a search is given.
+    """The input of a search.
 
     ``scenario``: models, GPUs and the system; its own placement and trace count for nothing. ``options``: the ways in which
     each model may run, the best first. ``parts``: the requests. ``limits`` and ``rules`` are what a plan must keep.
@@ -161,7 +161,7 @@ class Problem:
 
     @cached_property
     def lost(self) -> tuple[float, ...]:
-        """By model, what it counts to serve none of its requests."""
+        """The loss of each model when none of its requests is served."""
         return tuple(
             sum(part.weight * len(self.requests(number, model)) for number, part in enumerate(self.parts))
             for model in range(len(self.models))
@@ -212,7 +212,7 @@ class Problem:
 
     @cached_property
     def demands(self) -> tuple[tuple[ModelDemand, ...], ...]:
-        """By model and option, what an engine takes."""
+        """The memory that an engine takes, by model and option."""
         return tuple(
             tuple(
                 demand_on(self.served(model, option), self.kinds, self.scenario.engine, slope=False)
@@ -238,7 +238,7 @@ class Problem:
         )
 
     def ledger(self, layout: Layout) -> MemoryLedger | None:
-        """What the engines of a layout claim; None where they do not fit."""
+        """The memory claims of a layout's engines; None where they do not fit."""
         ledger = MemoryLedger.of(self.slots)
         for model, home in enumerate(layout):
             engine_bytes = self.demands[model][home.option].engine_bytes

@@ -1,5 +1,5 @@
-"""How sure a plan is: what it keeps, and how many GPUs it takes, if every step took as much less or more time as the model may
-be off. The classes of its errors, and what they mean, are those of ``size`` (``experiment/sizing/sure.py``)."""
+"""How sure a plan is: its shares on time and its number of GPUs, if steps were shorter or longer by the model's error. The
+classes of its errors, and what they mean, are those of ``size`` (``experiment/sizing/sure.py``)."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ from fineserve_sim.planning.wish import BASE, Wish, moved
 
 @dataclass(frozen=True, slots=True)
 class Sure:
-    """The band of a plan: the shares of unseen requests on time with steps as slow and as fast as ``error`` says. ``gpus``: the
-    same of their number, where the fewest or the cheapest were asked for."""
+    """The band of a plan: the shares of unseen requests on time with steps as slow and as fast as ``error`` says. ``gpus``:
+    the band of their number, where the fewest or the cheapest were asked for."""
 
     error: ErrorClass
     low: float
@@ -100,7 +100,7 @@ def gpu_band(wish: Wish, best: Best, target: Target, budget: Budget, error: Erro
 
 @dataclass(frozen=True, slots=True)
 class MixBand:
-    """The same of GPUs of several kinds, by kind. ``fewest``: of those of the answer, with steps as fast as ``error`` says.
+    """A band of GPUs of several kinds, by kind. ``fewest``: of those of the answer, with steps as fast as ``error`` says.
     ``most``: with steps as slow, those of the answer and more; None where not all ``tried`` do."""
 
     error: ErrorClass

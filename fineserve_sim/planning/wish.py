@@ -1,8 +1,8 @@
-"""What a user asks for, and the problem that it makes.
+"""A user's wish, and the problem that a search makes of it.
 
 The search sees the first part of a trace (``CHOSEN``), as it is and a fifth faster. A plan that holds at exactly the load of
-the past alone is of no use. What is reported comes from the rest of the trace, where the plan stands beside the systems of the
-papers, all of them on the same GPUs.
+the past alone is of no use. Reported figures come from the rest of the trace. There the plan stands beside the papers' systems
+on the same GPUs.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def rules_of(
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What a plan is asked for.
+    """A user's request for a plan.
 
     ``gpus``: how many of ``gpu``, or of each kind. ``load``: the plan is made for this many times the rate of the trace.
     ``spread``: requests are dealt out, evenly or by shares. ``margin``: steps take so many times as long as predicted.
@@ -192,8 +192,8 @@ def moved(layout: Layout, old: Wish, new: Wish) -> Layout:
 
 
 def problem_of(wish: Wish) -> Problem:
-    """What the search solves. Raises ConfigError for a wish that means nothing, ValueError for an option that a model cannot
-    run in, or where no plan is possible."""
+    """The problem that the search solves. Raises ConfigError for a wish that means nothing, ValueError for an option that a
+    model cannot run in, or where no plan is possible."""
     trace = whole_of(wish).whole_trace
     return problem_on(wish, trace.take(np.arange(max(1, round(CHOSEN * len(trace))))))
 

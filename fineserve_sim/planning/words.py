@@ -25,7 +25,7 @@ def answer(found: Found) -> str:
 
 
 def in_time(found: InTime) -> str:
-    """What a plan in time keeps after its first window, beside its rivals, and how often it moves."""
+    """The shares on time of a plan in time after its first window, beside its rivals', and its number of moves."""
     moves = sum(window.came > 0 for window in found.windows)
     kept = [
         f"{name}: {100 * share:.1f} ± {100 * half:.1f} %"

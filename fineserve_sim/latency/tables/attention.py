@@ -106,8 +106,8 @@ class PiecewiseLinear:
 
 
 def _doubled_batches(latency_s: Floats) -> Floats:
-    """Unmeasured long contexts of a batch take twice the seconds of half the batch (saturated), those of a single sequence
-    twice those of half the context; batches and contexts are powers of two."""
+    """Unmeasured long contexts of a batch take twice the seconds of half the batch (saturated). A single sequence takes twice
+    the seconds of half its context; batches and contexts are powers of two."""
     filled = latency_s.copy()
     for context in range(1, filled.shape[1]):
         if np.isnan(filled[0, context]):
@@ -218,8 +218,8 @@ class PrefillTable:
         ``context`` cached tokens.
 
         They count as equal chunks with as many keys per query, 2 * pairs / tokens - 1, which is the length of a prompt
-        without a prefix. A chunk behind a prefix takes the part of such a longer prompt that its tokens are, and at least
-        what it takes without the prefix.
+        without a prefix. A chunk behind a prefix takes its tokens' share of the whole prompt's seconds, and at least its
+        seconds without the prefix.
         """
         length = 2.0 * pairs / tokens - 1.0
         length = length if length > 1.0 else 1.0
