@@ -202,22 +202,30 @@ def _table(title: str, rows: Sequence[ErrorRow]) -> Table:
 
 def _whole_table(title: str, rows: Sequence[WholeRow]) -> Table:
     table = Table(title=title, box=None, pad_edge=False, header_style="bold", title_justify="left")
-    for header in ("run", "model", "precision", "TP", "judged by", "measured s", "predicted s", "error"):
+    for header in ("run", "engine", "model", "precision", "TP", "judged by", "measured s", "predicted s", "error"):
         right = header in {"TP", "measured s", "predicted s", "error"}
         table.add_column(header, overflow="fold", justify="right" if right else "left")
     for row in rows:
         seconds = ["-" if value is None else f"{value:.2f}" for value in (row.measured_s, row.predicted_s)]
-        table.add_row(row.set, row.model, row.precision, str(row.tp), row.whole, *seconds, _signed(row.error))
+        table.add_row(
+            row.set, row.backend, row.model, row.precision, str(row.tp), row.whole, *seconds, _signed(row.error)
+        )
     return table
 
 
 def _verdict(measured: MeasuredSet, rows: Sequence[WholeRow]) -> Iterator[str]:
-    """The median error over the set, with the runs that cannot be predicted and without them."""
-    missed = measured.unsupported.total()
-    yield (
-        f"median error {_percent_of(whole_median(rows, missed))} over {len(rows) + missed} runs, "
-        f"of which {missed} cannot be predicted; {_percent_of(whole_median(rows, 0))} without these"
-    )
+    """The median error of each engine's runs, with the runs that cannot be predicted and without them."""
+    for engine in dict.fromkeys(row.backend for row in rows):
+        mine, missed = [row for row in rows if row.backend == engine], missed_by(measured, engine)
+        yield (
+            f"{engine}: median error {_percent_of(whole_median(mine, missed))} over {len(mine) + missed} runs, "
+            f"of which {missed} cannot be predicted; {_percent_of(whole_median(mine, 0))} without these"
+        )
+
+
+def missed_by(measured: MeasuredSet, engine: str) -> int:
+    """Count the rows of an engine that cannot be predicted."""
+    return sum(n for (backend, _, _), n in measured.unsupported.items() if backend == engine)
 
 
 def _percent_of(value: float) -> str:

@@ -1,11 +1,13 @@
-"""GPUStack's performance lab: whole runs of benchmark clients against vLLM 0.11 to 0.24 on A100, H100 and H200.
+"""GPUStack's performance lab: whole runs of benchmark clients against vLLM, SGLang and TensorRT-LLM on A100, H100 and H200.
 
 Source: docs/performance-lab of gpustack/gpustack @ 47277d7. A row is a run on a page about one model. ``vllm bench serve``
 sends all requests at once, or so many at a time; the row is judged by its duration. ``guidellm`` sends them at a rate, at most
 512 at a time; the row is judged by the mean latency. Pages name the checkpoint in the command, or ("Quantization") in the
 section.
 
-What a command does not set is the version's default. ShareGPT's lengths are drawn from their sketch and scaled to the row's
+What a command does not set is the version's default. Those of vLLM differ by release, 0.11 to 0.24. SGLang 0.5 prefills in
+chunks of 8,192 tokens and bounds a batch by its memory. TensorRT-LLM 1 takes 8,192 tokens and 2,048 sequences a step, and
+nine tenths of the memory that its weights leave. ShareGPT's lengths are drawn from their sketch and scaled to the row's
 tokens; other lengths are the row's means.
 """
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +48,13 @@ from fineserve_sim.catalog import (
     graph_bytes,
     model,
     precision,
+    with_experts,
+    with_ranks,
 )
+from fineserve_sim.cluster.compose.memory import static_fraction
 
+Built = tuple[ModelSpec, PrecisionSpec, int, GpuSpec]
+"""What an engine serves: model, precision, TP degree and GPU."""
 DURATION, LATENCY, CLIENTS = "Benchmark duration (s)", "Mean Latency(s)", "Maximum request concurrency"
 REQUESTS, PROMPTS, OUTPUTS = "Successful requests", "Total input tokens", "Total generated tokens"
 FIRST = "Mean TTFT (ms)"
@@ -59,6 +67,19 @@ MODELS = {"glm-4.x": "glm-4.6"}
 """Pages whose folder is not the model's name."""
 OPTIMIZED_IS_FP8 = ("qwen3.5-35b-a3b/h200.md", "qwen3.5-35b-a3b/h200-latency.md")
 """Pages that recommend an FP8 checkpoint, which "Optimized" runs then have."""
+COMMANDS = {"vllm serve": "vllm", "sglang.launch_server": "sglang", "trtllm-serve": "trtllm"}
+"""Engines by what starts them."""
+OTHERS_TOKENS = 8192
+"""Token budget of a step: ``--chunked-prefill-size`` of SGLang on these GPUs, ``--max_num_tokens`` of TensorRT-LLM."""
+OTHERS_SEQUENCES = 2048
+"""``--max_batch_size`` of TensorRT-LLM, and what SGLang takes at least; no row has as many requests."""
+TRTLLM_PART = 0.9
+"""``free_gpu_memory_fraction`` of TensorRT-LLM."""
+UNPREDICTED = {
+    r"--(speculative-config|speculative-algorithm)": "how many drafted tokens were accepted is not recorded",
+    r"--pp-size": "a pipeline",
+}
+"""Flags of runs that cannot be predicted, each with the reason."""
 FLASHINFER = (0, 11)
 """The version that samples by FlashInfer; later ones on these pages sort."""
 LARGE_BYTES = 70 * 2**30
@@ -75,29 +96,30 @@ SLOW = ("qwen3.5-9b/h100.md", "Long Context", "Generation Heavy")
 
 
 def read_gpustack(frame: pd.DataFrame, path: Path) -> MeasuredSet:
-    """Make a case of each run under vLLM on an NVIDIA GPU. Other engines and GPUs are left out, and counted."""
+    """Make a case of each run on an NVIDIA GPU. Other GPUs are left out, and counted."""
     check_positive(frame, (REQUESTS, DURATION, PROMPTS, OUTPUTS), path)
     check_positive(frame, (CLIENTS, LATENCY), path, may_miss=(CLIENTS, LATENCY))
     rows = [_texted(row) for row in frame.to_dict("records")]
     copied = _copied(rows)
-    mine = [row for row in rows if _engine(row) == "vllm" and _chip(row)]
+    mine = [row for row in rows if _chip(row)]
 
     def case(row: dict[Any, Any]) -> Case:
         if _figures(row) in copied and row is not copied[_figures(row)]:
             raise UnsupportedRow(f"the figures of {copied[_figures(row)]['file']}")
         return _case(row)
 
-    cases, unsupported = cases_of(mine, case, lambda row: ("vllm", str(row["file"])))
+    cases, unsupported = cases_of(mine, case, lambda row: (_engine(row), str(row["file"])))
     others = len(rows) - len(mine)
     return MeasuredSet(
         "gpustack",
         cases,
         unsupported,
         assumptions=(
-            f"{others} rows of other engines and GPUs are left out",
+            f"{others} rows of other GPUs are left out",
             "a setting that the command does not name has the default of `vllm serve`; vLLM steps one ahead from 0.14 on",
             "memory as these versions took it: CUDA graphs beside the KV memory; 0.11 samples by FlashInfer",
             "lengths of ShareGPT: its first turns, scaled to the row's tokens; else the row's means; chat templates added",
+            "SGLang's decodes wait for its prompts; TensorRT-LLM cuts prompts into chunks, which is not its default",
             f"{HTTP}; a burst passes one by one, but for gpt-oss",
             "H100 pages of Qwen3-14B and 32B: an H100 PCIe, whose bandwidth their decodes have under all three engines",
         ),
@@ -121,10 +143,10 @@ def _as_named(case: Case) -> Case:
 def _engine(row: dict[Any, Any]) -> str:
     """The engine of a run, by its command; where that is flags alone, by the section and by flags that only SGLang has."""
     command = str(row["command_before"])
-    if "vllm serve" in command:
-        return "vllm"
-    alone = command.startswith("--") and "SGLang" not in str(row["section"])
-    return "vllm" if alone and not re.search(r"--(tp-size|context-length)\b", command) else "other"
+    if named := next((engine for start, engine in COMMANDS.items() if start in command), None):
+        return named
+    of_sglang = "SGLang" in str(row["section"]) or re.search(r"--(tp-size|context-length)\b", command)
+    return "sglang" if of_sglang else "vllm"
 
 
 def _chip(row: dict[Any, Any]) -> str | None:
@@ -148,28 +170,72 @@ def _copied(rows: Iterable[dict[Any, Any]]) -> dict[tuple[object, ...], dict[Any
 
 def _case(row: dict[Any, Any]) -> Case:
     page, command = str(row["file"]), f"{row['command_before']} {row['case']}"
-    if re.search(r"--speculative-config", command):
-        raise UnsupportedRow("how many drafted tokens were accepted is not recorded")
-    if re.search(r"--enable-expert-parallel", command):
-        raise UnsupportedRow("experts in parallel")
+    for flag, reason in UNPREDICTED.items():
+        if re.search(flag, command):
+            raise UnsupportedRow(reason)
     folder = page.split("/", maxsplit=1)[0]
-    served, device = _model(MODELS.get(folder, folder)), gpu(str(_chip(row)))
-    tp = int(_flag(command, "-tp", "--tensor-parallel-size") or 1)
-    format_ = _precision(row, command, served)
-    load, asked = _load(row), float(_flag(command, "--gpu-memory-utilization") or 0.9)
-    serving = Serving(
-        *(served, format_, tp, device, deployment(_host(row, command)), *_limits(command, device)),
-        memory_utilization=asked + graph_bytes(served, tp) / device.memory_bytes,
+    served, engine, load = _model(MODELS.get(folder, folder)), _engine(row), _load(row)
+    device, format_ = gpu(str(_chip(row))), _precision(row, command, served)
+    served, tp = _grouped(served, command)
+    serving = replace(
+        SERVINGS[engine](row, command, (served, format_, tp, device)),
         api=HTTP,
         mean_tokens=int(load.prompt_tokens.mean() + load.output_tokens.mean() / 2),
     )
-    label = Label(_title(row), "vllm", served.name, format_.name, tp)
+    label = Label(_title(row), engine, served.name, format_.name, tp)
     longest = int((load.prompt_tokens + load.output_tokens).max())
     if longest > kv_bytes(supported(serving)) // block_bytes(serving) * BLOCK_TOKENS:
         raise UnsupportedRow(f"a request does not fit into the KV memory of {device.name}")
     nothing = np.array([np.nan])
     measured_s = float(row[LATENCY] if load.whole == "latency" else row[DURATION])
     return Case(label, serving, load, nothing, nothing, whole_s=measured_s)
+
+
+def _grouped(served: ModelSpec, command: str) -> tuple[ModelSpec, int]:
+    """The model with its experts split or spread as the command says, and the TP degree of its attention. SGLang divides a TP
+    group into ranks of attention in data parallel. Raises UnsupportedRow where experts are both split and spread."""
+    gpus = int(_flag(command, "-tp", "--tp", "--tensor-parallel-size", "--tp-size", "--tp_size") or 1)
+    if served.experts is None:
+        return served, gpus
+    every = gpus if "--enable-expert-parallel" in command else 1
+    over = int(_flag(command, "--ep-size", "--ep_size", "--ep") or every)
+    ranks = int(_flag(command, "--dp-size", "--dp") or 1)
+    if over not in (1, gpus):
+        raise UnsupportedRow("experts both split and spread")
+    spread = with_experts(served, "whole") if over > 1 else served
+    return with_ranks(spread, ranks), gpus // ranks
+
+
+def _vllm(row: dict[Any, Any], command: str, built: Built) -> Serving:
+    served, _, tp, device = built
+    asked = float(_flag(command, "--gpu-memory-utilization") or 0.9)
+    graphs = graph_bytes(served, tp) / device.memory_bytes
+    return Serving(
+        *built, deployment(_host(row, command)), *_limits(command, device), memory_utilization=asked + graphs
+    )
+
+
+def _sglang(row: dict[Any, Any], command: str, built: Built) -> Serving:
+    *_, tp, device = built
+    chunk = int(_flag(command, "--chunked-prefill-size") or OTHERS_TOKENS)
+    most = int(_flag(command, "--max-running-requests") or OTHERS_SEQUENCES)
+    asked = _flag(command, "--mem-fraction-static")
+    return Serving(
+        *(*built, deployment("sglang-0.5"), chunk, most),
+        memory_utilization=float(asked) if asked else static_fraction(device.memory_bytes, chunk, tp),
+        batching="sglang",
+    )
+
+
+def _trtllm(row: dict[Any, Any], command: str, built: Built) -> Serving:
+    budget = int(_flag(command, "--max_num_tokens") or OTHERS_TOKENS)
+    whole = Serving(*built, deployment("trtllm-1.0"), budget, min(budget, OTHERS_SEQUENCES), memory_utilization=1.0)
+    left = kv_bytes(whole) / whole.gpu.memory_bytes
+    return replace(whole, memory_utilization=1 - (1 - TRTLLM_PART) * left)
+
+
+SERVINGS = {"vllm": _vllm, "sglang": _sglang, "trtllm": _trtllm}
+"""How an engine runs a row, from the row, its command and what it serves."""
 
 
 def _model(name: str) -> ModelSpec:

@@ -173,7 +173,8 @@ def _whole(step: StepModel, load: BenchmarkRun, serving: Serving) -> float:
     """The seconds of the run or the mean of its requests'. A client's requests pass the front end one after another."""
     n = len(load.prompt_tokens)
     requests = Requests(np.zeros(n, dtype=np.int64), load.prompt_tokens, load.output_tokens)
-    run = EngineRun([_instance(0, 0, step, serving)], requests, _settings(serving, serving.max_sequences))
+    engines = [_instance(0, rank, step, serving) for rank in range(data_ranks(serving.model))]
+    run = EngineRun(engines, requests, _settings(serving, serving.max_sequences))
     times = run.paced(load.clients, load.gap_s)
     api_s = float(serving.api.seconds(load.prompt_tokens).mean())
     if load.whole == "latency":
