@@ -42,6 +42,7 @@ PUBLISHED = {  # parameters of the checkpoint on Hugging Face, or the model card
     "kimi-k2": 1_026_408_232_448,
     "minimax-m2.5": 228_689_764_864,
     "glm-4.5-air": 106_852_245_504,  # the card: 106 B
+    "glm-5": 744_000_000_000,  # the report: 744 B, without the layer for multi-token prediction
     "llama-4-scout": 108_641_793_536,
     "llama-4-maverick": 401_583_781_376,
     "qwen3.5-397b-a17b": 397_000_000_000,
@@ -86,6 +87,8 @@ KV_BYTES_16BIT = {  # of one token over all layers: 2 x layers x KV heads x head
     "gpt-oss-120b": 73_728,
     "deepseek-v3": 70_272,
     "deepseek-v3.2": 70_272 + 61 * 132,  # and the index's key: 128 values of 8 bits, a scale of 32
+    "glm-5": 78 * (1_152 + 132),
+    "glm-5.2": 78 * 1_152 + 21 * 132,  # an index in 21 layers
     "kimi-k2.5": 70_272,
     "minimax-m2.5": 253_952,
     "glm-4.5": 376_832,
@@ -230,6 +233,9 @@ def test_latent_and_sparse_attention(tmp_path: Path) -> None:
     index = {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128}
     sparse = _read(tmp_path, model_type="deepseek_v32", **mla, **index)
     assert [kind.window for kind in attention_layers(sparse)] == [2048]
+    types = ["full", "shared", "shared", "shared"] * 3
+    shared = _read(tmp_path, model_type="glm_moe_dsa", indexer_types=types, **mla, **index)
+    assert attention_layers(shared) == (("latent", 3, 2048), ("chosen", 9, 2048))
 
 
 def test_windows_of_each_family(tmp_path: Path) -> None:

@@ -48,7 +48,8 @@ class LatentAttention(Spec):
     """Ranks of the compressed queries (0: not compressed) and of K and V; widths of a head's rotated part and of its value.
 
     The model's ``head_dim`` is the part of a head that is not rotated. ``index_tokens``: tokens that a query attends to, chosen
-    by an index of ``index_heads`` heads; 0: all.
+    by an index of ``index_heads`` heads; 0: all. ``index_layers``: layers that have an index. The others attend to the tokens
+    that the last such layer chose. None: all layers have one.
     """
 
     q_rank: int = Field(ge=0)
@@ -58,6 +59,7 @@ class LatentAttention(Spec):
     index_tokens: int = Field(default=0, ge=0)
     index_heads: int = Field(default=0, ge=0)
     index_dim: int = Field(default=0, ge=0)
+    index_layers: int | None = Field(default=None, gt=0)
 
 
 class LinearAttention(Spec):
@@ -128,9 +130,12 @@ ModelSpec.model_rebuild()
 
 
 class AttentionLayers(NamedTuple):
-    """``layers`` with one kind of attention; ``window``: tokens that a query sees at most, None: all."""
+    """``layers`` with one kind of attention; ``window``: tokens that a query sees at most, None: all.
 
-    kind: Literal["grouped", "latent", "linear"]
+    Layers of ``chosen`` latent attention have no index; an earlier layer chose their tokens.
+    """
+
+    kind: Literal["grouped", "latent", "chosen", "linear"]
     layers: int
     window: int | None = None
 
@@ -146,7 +151,10 @@ class MlpLayers(NamedTuple):
 def attention_layers(model: ModelSpec) -> tuple[AttentionLayers, ...]:
     """The kinds of attention of a model, each with its layers."""
     if model.latent is not None:
-        return (AttentionLayers("latent", model.layers, model.latent.index_tokens or None),)
+        window = model.latent.index_tokens or None
+        indexed = model.latent.index_layers or model.layers
+        kinds = [AttentionLayers("latent", indexed, window), AttentionLayers("chosen", model.layers - indexed, window)]
+        return tuple(kind for kind in kinds if kind.layers)
     linear = model.linear.layers if model.linear else 0
     windowed = model.window.layers if model.window else 0
     kinds = [AttentionLayers("grouped", model.layers - linear - windowed)]

@@ -95,7 +95,9 @@ def products(model: ModelSpec, tp: int) -> dict[str, Product]:
     check_tp(model, tp)
     found: dict[str, Product] = {}
     for attention in attention_layers(model):
-        shapes = {"grouped": _grouped, "latent": _latent, "linear": _linear}[attention.kind](model, tp)
+        shapes = {"grouped": _grouped, "latent": _indexed, "chosen": _latent, "linear": _linear}[attention.kind](
+            model, tp
+        )
         for name, shape in shapes.items():
             found[name] = Product(shape, attention.layers + (found[name].layers if name in found else 0))
     for mlp in mlp_layers(model):
@@ -122,12 +124,18 @@ def _latent(model: ModelSpec, tp: int) -> dict[str, Linear]:
     latent, heads = model.latent, model.q_heads // tp
     assert latent is not None
     head_width, kept = model.head_dim + latent.rope_dim, latent.kv_rank + latent.rope_dim
-    shapes = {
+    return {
         "qkv_a": Linear(model.hidden_size, latent.q_rank + kept),
         "q_b": Linear(latent.q_rank or model.hidden_size, heads * head_width),
         "kv_b": Linear(latent.kv_rank, heads * (model.head_dim + latent.value_dim)),
         "o": Linear(heads * latent.value_dim, model.hidden_size),
     }
+
+
+def _indexed(model: ModelSpec, tp: int) -> dict[str, Linear]:
+    """Latent attention with its index, if it has one, which is whole on every GPU."""
+    shapes, latent = _latent(model, tp), model.latent
+    assert latent is not None
     if latent.index_tokens:
         shapes["index_q"] = Linear(latent.q_rank, latent.index_heads * latent.index_dim)
         shapes["index_k"] = Linear(model.hidden_size, latent.index_dim + latent.index_heads)
@@ -283,13 +291,13 @@ def _draft_bytes(model: ModelSpec, tp: int) -> int:
 def kv_layer_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int, kind: str = "grouped") -> int:
     """KV bytes of one token in one layer of this kind of attention on each GPU, quantisation parameters included.
 
-    Latent attention keeps its vector on every GPU, and beside it the index's key, 8-bit with a 4-byte scale.
+    Latent attention keeps its vector on every GPU, and in layers with an index its key, 8-bit with a 4-byte scale.
     """
     if kind == "linear":
         return 0
     if model.latent:
         latent = model.latent
-        index = latent.index_dim + 4 if latent.index_tokens else 0
+        index = latent.index_dim + 4 if latent.index_tokens and kind != "chosen" else 0
         return (latent.kv_rank + latent.rope_dim) * precision.kv_bits // 8 + precision.kv_quant_bytes + index
     return kv_heads_per_gpu(model, tp) * 2 * (model.head_dim * precision.kv_bits // 8 + precision.kv_quant_bytes)
 

@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v32": {},
     "kimi_k2": {},
     "glm4_moe": {},
+    "glm_moe_dsa": {},
     "minimax_m2": {"qk_norm": True, "norm_across_heads": True},
     "llama4": {},
     "gemma2": {"norms": 4, "tied_embeddings": True},
@@ -205,6 +206,7 @@ def _latent(text: dict[str, Any]) -> LatentAttention | None:
         index_tokens=text.get("index_topk") or 0,
         index_heads=text.get("index_n_heads") or 0,
         index_dim=text.get("index_head_dim") or 0,
+        index_layers=(text.get("indexer_types") or []).count("full") or None,
     )
 
 

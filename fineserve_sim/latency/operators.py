@@ -197,7 +197,7 @@ class Operators:
     def _attention_of(self, kind: AttentionLayers) -> Attention:
         if kind.kind == "linear":
             return self._linear(kind.layers)
-        if kind.kind == "latent":
+        if kind.kind in ("latent", "chosen"):
             return self._latent(kind)
         full = self._grouped(kind.layers)
         return full if kind.window is None else Windowed(full, kind.window)
@@ -238,10 +238,13 @@ class Operators:
             return self._compressed(whole, self._flops_s(layers * folded), self._flops_s(layers * unfold))
         group = SPARSE_HEADS[self.gpu.fp4_flops_per_s is not None]
         folded = folded // heads * (-(-heads // group) * group)
-        chosen = RooflineAttention(kernel, layers, layers * folded, token_bytes)
+        seen = RooflineAttention(kernel, layers, layers * folded, token_bytes)
+        chosen = Chosen(Behind(seen, self._flops_s(layers * folded), 0.0), kind.window)
+        if kind.kind == "chosen":
+            return chosen
         index_flops = layers * 2 * latent.index_heads * latent.index_dim
         index = RooflineAttention(kernel, layers, index_flops, layers * (latent.index_dim + 4))
-        return Summed((Chosen(Behind(chosen, self._flops_s(layers * folded), 0.0), kind.window), index))
+        return Summed((chosen, index))
 
     def _compressed(self, work: tuple[GemmKernel, int, int, int], folded_s: float, unfold_s: float) -> Attention:
         return Behind(RooflineAttention(*work), folded_s, unfold_s)

@@ -33,6 +33,7 @@ SERVED = {
     "section": "Experiment Results / Other Benchmark Cases", "case": "random 2K input", "block": "Baseline benchmark results",
     "command_before": "vllm serve Qwen/Qwen3-8B", REQUESTS: 10, DURATION: 2.5, PROMPTS: 20000, OUTPUTS: 1000, FIRST: 900,
 }  # fmt: skip
+TUNED = SERVED | {"block": "Optimized benchmark results"}
 GUIDED = {
     "file": "qwen3.5-35b-a3b/h200-latency.md", "hardware": "NVIDIA H200", "engine_versions": "vLLM v0.17.1; SGLang v0.5.9",
     "section": "Experiment Results / Other Benchmark Cases / Rate 4", "profile": "ShareGPT 8RPS", "block": "Optimized result",
@@ -102,13 +103,13 @@ def test_what_cannot_be_predicted_is_counted(tmp_path: Path) -> None:
         SERVED | {"hardware": "A single NVIDIA A100 SXM 80GB GPU.", "file": "qwen3-8b/a100.md"},
         SERVED | {"file": "glm-9/h100.md", DURATION: 3},
         SERVED | {"engine_versions": "SGLang", DURATION: 4},
-        SERVED
+        TUNED
         | {"file": "glm-4.6/h100.md", "command_before": "python3 -m sglang.launch_server --tp 8 --ep 4", DURATION: 5},
-        SERVED | {"command_before": 'vllm serve Q --speculative-config {""method"":""mtp""}', DURATION: 6},
+        TUNED | {"command_before": 'vllm serve Q --speculative-config {""method"":""mtp""}', DURATION: 6},
         SERVED | {"file": "qwen3-32b/h100.md", PROMPTS: 380000, DURATION: 7},
         SERVED | {"hardware": "A single Ascend 910B NPU.", DURATION: 8},
-        SERVED | {"command_before": "python3 -m sglang.launch_server --speculative-algorithm EAGLE3", DURATION: 9},
-        SERVED | {"command_before": "--tp-size=8 --pp-size=2", DURATION: 10},
+        TUNED | {"command_before": "python3 -m sglang.launch_server --speculative-algorithm EAGLE3", DURATION: 9},
+        TUNED | {"command_before": "--tp-size=8 --pp-size=2", DURATION: 10},
     )
     found = read(tmp_path, *rows)
     assert len(found.cases) == 1
@@ -149,6 +150,8 @@ def test_experts_spread_and_attention_in_data_parallel(tmp_path: Path) -> None:
     flags = "python3 -m sglang.launch_server --tp-size 8 --dp-size 8 --enable-dp-attention"
     split = case_of(tmp_path, **sglang, command_before=flags).serving
     assert (split.tp, data_ranks(split.model), split.batching) == (1, 8, "sglang")
+    assert split.token_budget == 8192 // 8  # ranks divide a chunk
+    assert split.memory_utilization == static_fraction(split.gpu.memory_bytes, 8192, 8, 8)
     assert split.model.experts is not None and split.model.experts.spread == "split"
     spread = case_of(tmp_path, **sglang, command_before=f"{flags} --ep-size 8").serving
     assert spread.model.experts is not None and spread.model.experts.spread == "whole"
@@ -158,6 +161,31 @@ def test_experts_spread_and_attention_in_data_parallel(tmp_path: Path) -> None:
     assert dense == case_of(tmp_path).serving
     assert (one.tp, data_ranks(one.model)) == (8, 1)
     assert one.model.experts is not None and one.model.experts.spread == "whole"
+
+
+def test_a_baseline_has_the_command_of_the_page_s_first(tmp_path: Path) -> None:
+    """GLM-5.2 in FP8, with prompts alike where the profile says so."""
+    page = SERVED | {
+        "file": "glm-5.2/h200.md",
+        "hardware": "NVIDIA H200x8",
+        "engine_versions": "vLLM v0.24.0; SGLang v0.5.14",
+    }
+    other = "Experiment Results / Other Benchmark Cases / "
+    first = page | {
+        "section": f"{other}Balanced: 8K in / 1K out",
+        "command_before": "--tensor-parallel-size=8",
+        "case": "",
+    }
+    flags = "--tp-size=8 --dp-size=8 --enable-dp-attention --moe-a2a-backend=deepep --max-running-requests=256"
+    tuned = first | {"block": "Optimized benchmark", "command_before": flags, DURATION: 3}
+    later = tuned | {"block": "Baseline benchmark", "section": f"{other}ShareGPT", DURATION: 4}
+    alike = tuned | {"section": "Experiment Results / DeepEP Mode / auto", "profile": "Balanced", DURATION: 5}
+    one, two, three, four = read(tmp_path, first, tuned, later, alike).cases
+    assert [case.label.backend for case in (one, two, three, four)] == ["vllm", "sglang", "vllm", "sglang"]
+    assert (three.serving.tp, two.serving.tp, two.serving.max_sequences) == (8, 1, 256 // 8)
+    assert two.serving.model.experts is not None and two.serving.model.experts.spread == "whole"
+    assert (one.serving.precision.name, two.serving.precision.name) == ("W8A8-block", "W8A8-block")
+    assert isinstance(four.load, BenchmarkRun) and len(set(four.load.prompt_tokens)) == 1
 
 
 def predicted_s(tmp_path: Path, **changed: object) -> float:
@@ -210,25 +238,26 @@ def test_missed_runs_count_as_infinitely_wrong() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not PAGES.is_file(), reason="the shared/ folder with the pages is absent")
 def test_the_pages_as_fidelity_says() -> None:
-    """163 runs of vLLM on NVIDIA GPUs; with those that cannot be predicted, the median keeps 15 %. Nothing was chosen with the
-    errors of SGLang or TensorRT-LLM in view."""
+    """167 runs of vLLM on NVIDIA GPUs, four of them baselines; with those that cannot be predicted, the median keeps 15 %."""
     make_step = step_factory(Latency.TABLES)
     found = read_set(PAGES, make_step)
     rows, page = whole_rows(predict_set(found, make_step)), " ".join(FIDELITY.read_text(encoding="utf-8").split())
     for engine, predicted, missed, median, said in (
-        ("vllm", 142, 21, 0.132, "13.2 %"),
-        ("sglang", 68, 49, 0.139, "13.9 %"),
+        ("vllm", 148, 19, 0.133, "13.3 %"),
+        ("sglang", 90, 23, 0.125, "12.5 %"),
         ("trtllm", 26, 1, 0.217, "21.7 %"),
     ):
         mine = [row for row in rows if row.backend == engine]
         assert (len(mine), missed_by(found, engine)) == (predicted, missed)
         assert whole_median(mine, 0) == pytest.approx(median, abs=0.0006)
         assert said in page
-    ranks = [row for row in rows if (row.backend, row.model, row.tp) == ("sglang", "deepseek-v3.2", 1)]
-    assert len(ranks) == 12
-    assert f"off by {100 * whole_median(ranks, 0):.1f} % in the median of 12 runs" in page
-    assert whole_median([row for row in rows if row.backend == "vllm"], 21) == pytest.approx(0.144, abs=0.0006)
+    whole = {"deepseek-v3.2", "glm-5.2"}
+    ranks = [row for row in rows if row.backend == "sglang" and row.model in whole and row.tp == 1]
+    assert f"off by {100 * whole_median(ranks, 0):.1f} % in the median of {len(ranks)} runs" in page
+    both = [row for row in rows if row.backend == "sglang"]
+    assert whole_median(both, 23) == pytest.approx(0.155, abs=0.0006)
+    assert whole_median([row for row in rows if row.backend == "vllm"], 19) == pytest.approx(0.144, abs=0.0006)
     for other, median in zip(found.sensitivities[:2], (0.157, 0.154), strict=True):
         cases = tuple(other.change(case) for case in found.cases if case.label.backend == "vllm")
         moved = whole_rows(predict_set(replace(found, cases=cases), make_step))
-        assert whole_median(moved, 21) == pytest.approx(median, abs=0.002), other.name
+        assert whole_median(moved, 19) == pytest.approx(median, abs=0.002), other.name

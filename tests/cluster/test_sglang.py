@@ -133,6 +133,8 @@ def test_what_lies_outside_of_the_static_part() -> None:
     h100, h200 = 81559 * 2**20, 143771 * 2**20
     assert static_fraction(h100, 8192, 1) == 0.835  # 13,440 MiB lie outside
     assert static_fraction(h200, 8192, 8) == 0.897  # 14,848 MiB
+    assert static_fraction(h200, 8192, 8, ranks=8) == 0.769  # and 512 sequences of 4.5 MiB for each of eight ranks
+    assert static_fraction(h100, 8192, 2, ranks=2) == 0.815  # 256 of 3 MiB: 15,104 MiB
     full = replace(FIRST, memory_utilization=0.999)
     with pytest.raises(ScenarioError, match=r"engine.memory_utilization 0.999 leaves 0.1 GiB of GPU 0 outside"):
         simulate(solo([(0.0, 16, 2)], full, m=M))

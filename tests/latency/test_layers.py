@@ -25,6 +25,7 @@ SHAPES = [
     "qwen3-30b-a3b",
     "deepseek-v3",
     "deepseek-v3.2",
+    "glm-5.2",
     "gemma-3-27b",
     "qwen3.5-35b-a3b",
     "llama-4-scout",
@@ -183,6 +184,18 @@ def test_an_index_bounds_what_a_query_attends_to() -> None:
     dense, sparse = step_of("deepseek-v3", 8, tables=False), step_of("deepseek-v3.2", 8, tables=False)
     long = (16, 16 * 60_000, 0, 0, 0, 16)
     assert sparse.step_s(*long) < dense.step_s(*long)
+
+
+def test_layers_that_share_an_index_differ_by_the_index_alone() -> None:
+    """glm-5 has an index in each of 78 layers, glm-5.2 in 21: steps differ by 57 of 78 parts of what the index takes."""
+    every, shared = (step_of(name, 8, "fp8-kv16", tables=False) for name in ("glm-5", "glm-5.2"))
+    chosen, index = every.attention.kinds  # type: ignore[attr-defined]
+    for batch, tokens in ((4, 4 * 9000), (64, 64 * 2048)):
+        whole, part = (step.attention.decode(batch).at(tokens) for step in (every, shared))
+        assert whole - part == pytest.approx(index.decode(batch).at(tokens) * 57 / 78, rel=1e-6)
+    assert every.attention.decode(4).at(4 * 9000) == pytest.approx(
+        chosen.decode(4).at(4 * 9000) + index.decode(4).at(4 * 9000)
+    )
 
 
 def test_sparse_attention_computes_64_heads_however_few_a_gpu_has() -> None:

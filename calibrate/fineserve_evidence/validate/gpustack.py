@@ -43,6 +43,7 @@ from fineserve_sim.catalog import (
     GpuSpec,
     ModelSpec,
     PrecisionSpec,
+    data_ranks,
     deployment,
     gpu,
     graph_bytes,
@@ -80,6 +81,8 @@ UNPREDICTED = {
     r"--pp-size": "a pipeline",
 }
 """Flags of runs that cannot be predicted, each with the reason."""
+ONLY_FP8 = ("glm-5.2",)
+"""Models that fit into no row's GPUs in 16 bits; their FP8 checkpoints are in blocks."""
 FLASHINFER = (0, 11)
 """The version that samples by FlashInfer; later ones on these pages sort."""
 LARGE_BYTES = 70 * 2**30
@@ -90,6 +93,8 @@ TEMPLATES = {"qwen3": 8, "glm": 5, "deepseek": 3, "gpt-oss": 6}
 counts the prompts alone; guidellm counts what the server does. What gpt-oss' requests share is left out."""
 RANDOM = re.compile("(Throughput|Long Context|Generation Heavy) Profile|in / .* out")
 """Sections of guidellm's pages whose prompts are random and alike; their ``profile`` is another's."""
+ALIKE = "Balanced"
+"""The profile with prompts of 8K tokens, alike, of all sections of a page but ShareGPT's."""
 BURST_PER_S = 1000.0
 SLOW = ("qwen3.5-9b/h100.md", "Long Context", "Generation Heavy")
 """The rate of guidellm's runs that name none is the pages' ``request_rate``: 1,000; 1 in these sections of this page."""
@@ -99,7 +104,7 @@ def read_gpustack(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     """Make a case of each run on an NVIDIA GPU. Other GPUs are left out, and counted."""
     check_positive(frame, (REQUESTS, DURATION, PROMPTS, OUTPUTS), path)
     check_positive(frame, (CLIENTS, LATENCY), path, may_miss=(CLIENTS, LATENCY))
-    rows = [_texted(row) for row in frame.to_dict("records")]
+    rows = _with_baselines([_texted(row) for row in frame.to_dict("records")])
     copied = _copied(rows)
     mine = [row for row in rows if _chip(row)]
 
@@ -134,6 +139,19 @@ def read_gpustack(frame: pd.DataFrame, path: Path) -> MeasuredSet:
 def _texted(row: dict[Any, Any]) -> dict[Any, Any]:
     """The row with empty texts for what the page does not say."""
     return row | {name: row[name] if isinstance(row[name], str) else "" for name in TEXTS}
+
+
+def _with_baselines(rows: list[dict[Any, Any]]) -> list[dict[Any, Any]]:
+    """Give each case's baseline the command of its page's first one. The last command before it may be an optimised one."""
+    first: dict[str, str] = {}
+    for row in rows:
+        if _is_baseline(row):
+            first.setdefault(str(row["file"]), str(row["command_before"]))
+    return [row | ({"command_before": first[row["file"]]} if _is_baseline(row) else {}) for row in rows]
+
+
+def _is_baseline(row: dict[Any, Any]) -> bool:
+    return "Other Benchmark Cases" in str(row["section"]) and str(row["block"]).startswith("Baseline")
 
 
 def _as_named(case: Case) -> Case:
@@ -197,7 +215,7 @@ def _grouped(served: ModelSpec, command: str) -> tuple[ModelSpec, int]:
     gpus = int(_flag(command, "-tp", "--tp", "--tensor-parallel-size", "--tp-size", "--tp_size") or 1)
     if served.experts is None:
         return served, gpus
-    every = gpus if "--enable-expert-parallel" in command else 1
+    every = gpus if re.search(r"--enable-expert-parallel|--moe-a2a-backend[ =]deepep", command) else 1
     over = int(_flag(command, "--ep-size", "--ep_size", "--ep") or every)
     ranks = int(_flag(command, "--dp-size", "--dp") or 1)
     if over not in (1, gpus):
@@ -216,13 +234,15 @@ def _vllm(row: dict[Any, Any], command: str, built: Built) -> Serving:
 
 
 def _sglang(row: dict[Any, Any], command: str, built: Built) -> Serving:
-    *_, tp, device = built
+    """Ranks of attention in data parallel divide chunks and running requests among them."""
+    served, _, tp, device = built
+    ranks = data_ranks(served)
     chunk = int(_flag(command, "--chunked-prefill-size") or OTHERS_TOKENS)
     most = int(_flag(command, "--max-running-requests") or OTHERS_SEQUENCES)
     asked = _flag(command, "--mem-fraction-static")
     return Serving(
-        *(*built, deployment("sglang-0.5"), chunk, most),
-        memory_utilization=float(asked) if asked else static_fraction(device.memory_bytes, chunk, tp),
+        *(*built, deployment("sglang-0.5"), chunk // ranks, most // ranks),
+        memory_utilization=float(asked) if asked else static_fraction(device.memory_bytes, chunk, tp * ranks, ranks),
         batching="sglang",
     )
 
@@ -277,11 +297,12 @@ def _precision(row: dict[Any, Any], command: str, served: ModelSpec) -> Precisio
     optimized = row["file"] in OPTIMIZED_IS_FP8 and str(row["block"]).startswith("Optimized")
     if "-AWQ" in command:
         return precision("awq")
-    if not ("-FP8" in command or "Quantization" in str(row["section"]) or optimized):
+    marked = "-FP8" in command or "Quantization" in str(row["section"]) or served.name in ONLY_FP8
+    if not (marked or optimized):
         return precision(served.checkpoint)
-    if _flag(command, "--kv-cache-dtype") == "fp8":
+    if (_flag(command, "--kv-cache-dtype") or "").startswith("fp8"):
         return precision("fp8")
-    return precision("fp8-block" if served.name.startswith("qwen") else "fp8-kv16")
+    return precision("fp8-block" if served.name.startswith(("qwen", *ONLY_FP8)) else "fp8-kv16")
 
 
 def _load(row: dict[Any, Any]) -> BenchmarkRun:
@@ -289,7 +310,8 @@ def _load(row: dict[Any, Any]) -> BenchmarkRun:
     section, guided = str(row["section"]), not np.isnan(row[LATENCY])
     if not guided:
         prompts += n * next((tokens for name, tokens in TEMPLATES.items() if str(row["file"]).startswith(name)), 0)
-    if str(row["case"]).startswith("random") or RANDOM.search(section):
+    alike = row["profile"] == ALIKE and "ShareGPT" not in section
+    if alike or str(row["case"]).startswith("random") or RANDOM.search(section):
         lengths = np.full(n, round(prompts / n)), np.full(n, max(1, round(outputs / n)))
     else:
         lengths = _first_turns(n, guided, (prompts, outputs))

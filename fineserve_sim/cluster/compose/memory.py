@@ -178,12 +178,18 @@ SGLANG_CHUNK_TOKENS = 8192
 """SGLang's prefill chunk on GPUs of 60 to 160 GiB, unless told (pull request 10975)."""
 
 
-def static_fraction(memory_bytes: int, chunk_tokens: int, tp: int) -> float:
-    """The part of a GPU that SGLang 0.5 takes for weights and KV memory unless told: all but 512 MiB, 1.5 MiB a token of a
-    prefill chunk, 2 MiB for each sequence of the largest CUDA graph, and 128 MiB a GPU of the TP group. Source: SGLang's
-    rule for ``mem_fraction_static`` (pull request 10975), which cuts it to three digits."""
+def static_fraction(memory_bytes: int, chunk_tokens: int, tp: int, ranks: int = 1) -> float:
+    """The part of a GPU that SGLang 0.5 takes for weights and KV memory unless told.
+
+    Outside lie 512 MiB, 1.5 MiB a token of a prefill chunk, and 128 MiB a GPU of the group of ``tp`` GPUs. Each sequence of
+    the largest CUDA graph takes 2 MiB. With attention in data parallel over ``ranks``, each takes 3 MiB a rank more, 4.5 in
+    graphs over 300. Source: SGLang's rule for ``mem_fraction_static`` (pull request 10975, server_args),
+    which cuts it to three digits.
+    """
     graph_sequences = 256 if tp < 4 else 512
     reserved_mib = 512 + 1.5 * max(chunk_tokens, 2048) + 2 * graph_sequences + 128 * tp
+    if ranks > 1:
+        reserved_mib += graph_sequences * ranks * (4.5 if graph_sequences > 300 else 3)
     return round(1 - max(reserved_mib, 10 * 1024) * 2**20 / memory_bytes, 3)
 
 
