@@ -1,4 +1,4 @@
-"""Commands: what the controller tells its driver to do, in the order in which to do it."""
+"""Commands of the controller to its driver, in the order in which the driver carries them out."""
 
 from __future__ import annotations
 

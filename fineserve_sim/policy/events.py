@@ -1,4 +1,4 @@
-"""Events: what a driver reports to the controller. ``Controller.handle`` takes the time of an event beside it."""
+"""Events that a driver reports to the controller. ``Controller.handle`` takes the time of an event beside it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol, TypeGuard
 
 
 class Request(NamedTuple):
-    """What a scheduler may know of a request. The output length is not part of it."""
+    """A scheduler's view of a request. The output length is not part of it."""
 
     id: int
     model: str
@@ -20,7 +20,7 @@ class Request(NamedTuple):
 
 
 class EngineState(NamedTuple):
-    """What a local scheduler sees of one engine at one moment.
+    """A local scheduler's view of one engine at one moment.
 
     * ``running``: sequences that hold a slot, decoding or in prefill.
     * ``decoding``: sequences past their prefill.
@@ -38,7 +38,7 @@ class EngineState(NamedTuple):
 
 
 class EngineLoad(NamedTuple):
-    """What a dispatcher or a global memory manager sees of one engine at one moment. Blocks are KV blocks of the whole model.
+    """A dispatcher's or global memory manager's view of one engine at one moment. Blocks are KV blocks of the whole model.
 
     * ``queued_blocks``: what the prompts of all its waiting requests need; ``head_blocks``: what the first one needs.
     * ``running``: requests that have a slot; ``stalled``: those of them that wait for KV on its way.

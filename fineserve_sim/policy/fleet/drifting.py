@@ -83,7 +83,7 @@ class DriftingHomes:
                 self._wanted[model.id] = (group,)
 
     def _has_room(self, model: ModelDemand, group: Group, view: FleetView, going: Sequence[EngineView]) -> bool:
-        """Whether the model fits on these GPUs once some engines have gone and those that are promised room have come."""
+        """Whether the model fits on these GPUs once some engines have gone and the engines with promised room have come."""
         free_bytes = {gpu: view.free_bytes.get(gpu, 0) for gpu in group}
         changes = [(engine.model, engine.gpus, 1) for engine in going]
         changes += [(id, gpus, -1) for id, gpus in self._promised(view)]

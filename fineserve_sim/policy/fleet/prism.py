@@ -68,8 +68,8 @@ class PrismResidency:
         return -self.models[engine.model].slo_s, -engine.idle_s, engine.engine
 
     def _activate(self, now: float, view: FleetView, books: _Books) -> list[Suggestion]:
-        """Engines for pending models, first come first served, where KVPR is lowest without idle ones. Who fits nowhere lets
-        nobody pass, unless it would not fit on empty GPUs either (some are lost)."""
+        """Engines for pending models, first come first served, where KVPR is lowest without idle ones. A model that fits
+        nowhere blocks the models behind it, unless it would not fit on empty GPUs either (some are lost)."""
         suggestions: list[Suggestion] = []
         weigh, models, rates_per_s = self.kvpr.part_weight, self.models, view.rates_per_s
         part_weight = cache(lambda model: weigh(models[model], rates_per_s[model]))  # for those that are asked for
@@ -115,7 +115,7 @@ class PrismResidency:
 
 
 class _Books:
-    """The memory of all GPUs after the suggestions so far: who is where, who may be evicted, and what is free.
+    """The memory of all GPUs after the suggestions so far: engines by GPU, engines that may be evicted, and free bytes.
 
     ``homes``: the GPUs of each model that is there or coming; of a model that moves, the new ones. ``resident``: the engines
     that serve there already. ``idle_on``: by GPU those of them that may be evicted, in turn.

@@ -67,7 +67,7 @@ class QlmSwapping:
         self._random = Random(0)  # of the worker for a new group: "a random worker", the same in every run
 
     def suggest(self, now: float, view: FleetView) -> list[Suggestion]:
-        """What each worker does next. Costs a step for each engine and worker, and for an idle worker one for each queue."""
+        """The next step of each worker. Costs a step for each engine and worker, and for an idle worker one for each queue."""
         groups = {pending.model: pending for pending in view.pending}
         self._sort_in(groups)
         taken: set[str] = set()  # models that a worker swaps to
@@ -119,8 +119,8 @@ class QlmSwapping:
     def _serve(
         self, now: float, worker: int, here: Sequence[EngineView], taken: set[str], *, closes: bool
     ) -> Iterator[Suggestion]:
-        """What the worker does next; ``closes`` ends the group in service. When it is idle it takes the head of its queue, else
-        the first group that waits anywhere and fits."""
+        """The next step of the worker; ``closes`` ends the group in service. When it is idle it takes the head of its queue,
+        else the first group that waits anywhere and fits."""
         if any(engine.status is not Status.RESIDENT for engine in here):
             return
         busy = [engine for engine in here if engine.requests]

@@ -1,4 +1,4 @@
-"""Models of a fleet, and who is on which GPU: engines from the moment that they are asked for until they are gone."""
+"""Models of a fleet, and the engines on each GPU from the moment that they are asked for until they are gone."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fineserve_sim.policy.interfaces import GpuSlot, LocalScheduler, ModelDemand
 
 @dataclass(frozen=True, slots=True)
 class FleetModel:
-    """What the controller knows of a model. ``demand.weight_bytes`` is all that an engine takes on each of its GPUs beside
+    """The controller's knowledge of a model. ``demand.weight_bytes`` is all that an engine takes on each of its GPUs beside
     KV: weights, context, activations. ``max_tokens`` is its longest sequence."""
 
     demand: ModelDemand

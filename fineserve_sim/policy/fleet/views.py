@@ -1,4 +1,4 @@
-"""What a residency policy sees of a fleet, and what it may suggest.
+"""A residency policy's view of a fleet, and the suggestions that it may make.
 
 An *engine* is one stay of a model on GPUs:
 

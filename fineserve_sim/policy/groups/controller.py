@@ -31,7 +31,7 @@ TICK_S = 0.1
 
 @dataclass(frozen=True, slots=True)
 class GroupModel:
-    """What the controller knows of the model.
+    """The controller's knowledge of the model.
 
     ``max_tokens`` bounds a sequence. ``holds_tokens(instances)`` is what an engine over these can hold, until
     ``EnginesResized`` says otherwise.

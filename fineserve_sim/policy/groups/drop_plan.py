@@ -89,9 +89,9 @@ def even_split(layers: int, stages: int) -> tuple[range, ...]:
 
 
 def pipeline_layout(held: Mapping[int, range], layers: int) -> dict[int, range]:
-    """The layer range of each instance of a merged group, in pipeline order, given what each holds now.
+    """The layer range of each instance of a merged group, in pipeline order, from the layers that each holds now.
 
-    Instances are ordered by the middle of what they hold. Then groups of equal size merge without a layer moving: every
+    Instances are ordered by the middle of their layers. Then groups of equal size merge without a layer moving: every
     instance keeps a part of its own range. Groups of different sizes may leave a stage short of a layer at its edge,
     where the split into whole layers rounds.
     """
@@ -152,8 +152,8 @@ class KunServeDrop:
         return nearly_full and load.queued_blocks >= max(1, load.free_blocks)
 
     def _is_low(self, groups: Sequence[GroupEngine]) -> bool:
-        """Whether these hold less KV together than the threshold of what they have without drop. The instances of one that
-        drains count at its successors."""
+        """Whether these instances together hold less KV than the threshold of their memory without drop. The instances of one
+        that drains count at its successors."""
         present = [group.instances for group in groups if group.phase is not Phase.DRAINING]
         base_bytes = sum(self.base_bytes[instance] for instances in present for instance in instances)
         used_blocks = sum(group.load.used_blocks for group in groups)

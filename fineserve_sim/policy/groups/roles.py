@@ -1,4 +1,5 @@
-"""Prefill and decode on different engines (DistServe, vLLM's KV connectors): who does which, and where a request goes on.
+"""Prefill and decode on different engines (DistServe, vLLM's KV connectors): the role of each engine, and the engine where a
+request goes on.
 
 A request is prefilled at one engine. Its KV then goes to another engine, where it decodes. Until that has room, the KV stays
 where it is.
@@ -18,7 +19,7 @@ class Roles:
     prefill: int
 
     def prefills(self, engine: GroupEngine) -> bool:
-        """Whether it is one of those that prefill."""
+        """Whether the engine prefills."""
         return engine.instances[0] < self.prefill
 
 
@@ -34,7 +35,7 @@ def split_of(instances: int, prefill: int, decode: int) -> int:
 
 
 def most_free_blocks(engine: GroupEngine, queued: Queued) -> Rank:
-    """The most KV memory that nobody holds or waits for."""
+    """Rank engines by KV memory that no request holds or waits for, the most first."""
     return (engine.load.queued_blocks - engine.load.free_blocks,)
 
 

@@ -1,1 +1,1 @@
-"""KV memory: who gets which block of a GPU."""
+"""KV memory: the engine that gets each block of a GPU."""

@@ -205,8 +205,8 @@ class KvCachedManager:
         self._refill(self._engines.values())
 
     def set_limit(self, limit_bytes: int) -> None:
-        """What the GPU leaves for KV changed (weights came or went). Less than is held bounds new pages at once, while
-        held ones come back as requests end; buffers are given up first. Raises ValueError when negative."""
+        """Set the bytes that the GPU leaves for KV, after weights came or went. Less than is held bounds new pages at once,
+        while held ones come back as requests end; buffers are given up first. Raises ValueError when negative."""
         if limit_bytes < 0:
             raise ValueError(f"kvcached: a limit of {limit_bytes} bytes; it must be 0 or more")
         self._limit_bytes = limit_bytes

@@ -1,4 +1,4 @@
-"""The memory of every GPU: what engines claim, what is set aside for KV, and what is free.
+"""The memory of every GPU: claims of engines, bytes set aside for KV, and free bytes.
 
     usable = claims + pool + free
 

@@ -55,7 +55,7 @@ class PagedPool:
 
     @property
     def capacity_blocks(self) -> int:
-        """Blocks if nobody else held any."""
+        """Blocks that the engine could hold if no other engine held any."""
         return self.memory.limit_bytes // self.block_bytes
 
     @property

@@ -47,7 +47,7 @@ class SharedBlocks:
         self.evictable = 0
 
     def __len__(self) -> int:
-        """Blocks that somebody holds, records included."""
+        """Blocks in use, records included."""
         return len(self._references)
 
     def references(self, block: int) -> int:
@@ -64,7 +64,7 @@ class SharedBlocks:
             self._references[block] += 1
 
     def drop(self, blocks: Sequence[int]) -> list[int]:
-        """A sequence lets go of ``blocks``; returns those that nobody holds any more.
+        """A sequence lets go of ``blocks``; returns the blocks that no sequence or record holds any more.
 
         Raises ValueError for a block that no sequence holds, or one named twice; then nothing is let go.
         """

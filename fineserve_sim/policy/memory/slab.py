@@ -140,7 +140,7 @@ Owner = TypeVar("Owner")
 
 
 class Owners(dict[int, Owner]):
-    """What a KV memory keeps of each engine that draws on it; ValueError for an engine that does not."""
+    """Entries of a KV memory for each engine that draws on it; ValueError for any other engine."""
 
     def __init__(self, memory: str, owners: Mapping[int, Owner]) -> None:
         super().__init__(owners)
@@ -184,7 +184,7 @@ class KVSlabManager:
 
     @property
     def free_slabs(self) -> int:
-        """Slabs that are formatted for nobody."""
+        """Slabs without a format."""
         return self._free.size
 
     def alloc(self, owner: int, blocks: int) -> list[int] | None:
@@ -244,7 +244,7 @@ class KVSlabManager:
         return slab_id, block - self.plan.span(pool.block_bytes, slab_id)[0]
 
     def _unset(self, pool: _Pool, block_ids: Sequence[int]) -> list[int]:
-        """These blocks are free. Returns the slabs in which nobody holds one any more."""
+        """These blocks are free. Returns the slabs without a used block."""
         drained = []
         for block in block_ids:
             slab_id, place = self._slab_of(pool, block)
@@ -323,7 +323,7 @@ class KVSlabManager:
         return slabs <= self.free_slabs
 
     def spare_blocks(self, owner: int) -> int:
-        """Blocks that nobody holds in the slabs of ``owner``'s block size: only owners of that size can take them."""
+        """Free blocks in the slabs of ``owner``'s block size: only owners of that size can take them."""
         return self._owners[owner].pool.spare_blocks
 
     def ledger(self) -> KVLedger:

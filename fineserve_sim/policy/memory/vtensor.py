@@ -127,7 +127,7 @@ class VTensorManager:
         return self._tenants[owner].rows.references(block)
 
     def _release(self, tenant: _Tenant, rows: Sequence[int]) -> int:
-        """Unmap rows that nobody holds: their chunks, so many, are spare from now on."""
+        """Unmap rows that no sequence holds: their chunks, so many, are spare from now on."""
         chunks = len(rows) * tenant.tensors
         self._held_chunks -= chunks
         if chunks:

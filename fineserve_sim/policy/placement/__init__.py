@@ -1,4 +1,4 @@
-"""Placement: which model goes on which GPUs, and what the policies share."""
+"""Placement: the GPUs of each model, and the parts that placement policies share."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def split_rate(model: ModelDemand, kinds: Sequence[int]) -> list[float]:
 
 
 def tp_groups(gpus: Iterable[GpuSlot], tp: int) -> list[tuple[int, ...]]:
-    """Aligned, contiguous groups of ``tp`` GPU ids inside one node, by node and id. What is left over at the end of a node
-    forms no group. Raises ValueError if ``tp`` < 1."""
+    """Aligned, contiguous groups of ``tp`` GPU ids inside one node, by node and id. GPUs left over at the end of a node form
+    no group. Raises ValueError if ``tp`` < 1."""
     if tp < 1:
         raise ValueError(f"tensor-parallel degree is {tp}: it must be at least 1")
     in_order = sorted(gpus, key=lambda gpu: (gpu.node, gpu.id))

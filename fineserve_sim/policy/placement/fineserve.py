@@ -42,7 +42,7 @@ class Footprint(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """What a replica of a model asks of each GPU of one kind, and its marginal efficiency there."""
+    """The memory that a replica of a model asks of each GPU of one kind, and its marginal efficiency there."""
 
     footprint: Footprint
     efficiency: float
@@ -162,7 +162,7 @@ class FineServePlacement:
         return _summary(models, self._assign([*firsts, *others], wanted, groups, gpus))
 
     def _wanted(self, model: ModelDemand, groups: Mapping[int, Sequence[tuple[int, ...]]]) -> dict[int, Wanted]:
-        """What a replica asks of each kind that has groups for it."""
+        """The memory and efficiency of a replica on each kind that has groups for it."""
         found = {}
         for kind, candidates in groups.items():
             here = model.on(kind)

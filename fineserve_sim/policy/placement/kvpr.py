@@ -84,7 +84,8 @@ class KvprPlacement:
         return placed_on(models, homes, gpus)
 
     def _part(self, model: ModelDemand, gpus: Sequence[GpuSlot]) -> _Part:
-        """What each part of each replica adds; of several kinds of GPU the one that asks for the most replicas counts."""
+        """The load that each part of each replica adds. Where there are several kinds of GPU, the kind with the most replicas
+        counts."""
         replicas = 1
         if self.replicas != "one":
             kind_of = {gpu.id: gpu.kind for gpu in gpus}

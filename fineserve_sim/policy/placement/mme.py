@@ -1,4 +1,4 @@
-"""Marginal memory efficiency (FineServe, section 6.2): what a model gains from more KV memory.
+"""Marginal memory efficiency (FineServe, section 6.2): a model's gain from more KV memory.
 
 mu = extra tokens that a model keeps in its KV cache for every extra byte of KV memory. The paper defines it by generated tokens
 and plots cached tokens; this is the cached-token reading. While memory is what limits the batch, resident tokens grow linearly

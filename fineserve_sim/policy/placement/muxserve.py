@@ -48,8 +48,8 @@ class Batch(NamedTuple):
 
 
 class Profile:
-    """What a model does at any batch size, linear between the points of its profile; below the first, a part of the time in
-    use. ``compute_demand`` is proportional to the FLOPs per second that it asks for: request rate x weights of all shards.
+    """A model's rates at any batch size, linear between the points of its profile; below the first, a part of the time in use.
+    ``compute_demand`` is proportional to the FLOPs per second that it asks for: request rate x weights of all shards.
     ``least`` is the smallest batch size at which it meets its rate alone, the largest profiled one if none does; ``wanted`` is
     what it does then. Raises ValueError if the model has no profile.
 

@@ -124,7 +124,7 @@ def late_per_s(loads: Sequence[Load], memory_bytes: int) -> float:
 
 
 def _paces(loads: Sequence[Load]) -> list[_Pace]:
-    """Of each engine, beside neighbours that are as busy as if they were alone."""
+    """The pace of each engine, beside neighbours that are as busy as if they were alone."""
     if len(loads) == 1:
         return [_Pace(1.0, 1.0)]
     each = [_busy(load) for load in loads]
@@ -133,7 +133,7 @@ def _paces(loads: Sequence[Load]) -> list[_Pace]:
 
 
 def _busy(load: Load) -> _Busy:
-    """Of an engine alone."""
+    """The fractions of time and bandwidth in which an engine alone is busy."""
     prefilling = min(1.0, load.rate_per_s * load.work_s)
     decoding = (1.0 - prefilling) * (1.0 - exp(-load.rate_per_s * load.decode_tokens * load.first_s))
     compute, bandwidth = decoding * load.decode[0], decoding * load.decode[1]
@@ -141,7 +141,8 @@ def _busy(load: Load) -> _Busy:
 
 
 def _pace(load: Load, own: _Busy, every: _Busy) -> _Pace:
-    """Of an engine that is ``own`` busy, where all together are ``every``. Prompts of others are the server's business."""
+    """The pace of an engine that is ``own`` busy, where all together are ``every``. Prompts of others wait in the one queue
+    of the GPU, not here."""
     compute, bandwidth = every.decode_compute - own.decode_compute, every.decode_bandwidth - own.decode_bandwidth
     prompts = max(load.prefill[0] * compute, load.prefill[1] * bandwidth)
     decodes = max(load.decode[0] * (every.compute - own.compute), load.decode[1] * (every.bandwidth - own.bandwidth))

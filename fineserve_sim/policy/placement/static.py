@@ -71,7 +71,7 @@ class DedicatedPlacement:
 
 
 class RoundRobinPlacement:
-    """Placement in turn: what an operator does by hand, and the start of Prism without its global scheduler (PR-10-global).
+    """Placement in turn, as an operator does by hand. Prism without its global scheduler (PR-10-global) starts so.
 
     Models by falling weights of all their parts, each to the next GPU or TP group in turn. A group that does not hold
     the engine, with at least a byte left for KV, is passed over; models that fit nowhere are unplaced. Ties: lower id.

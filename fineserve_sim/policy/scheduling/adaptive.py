@@ -2,7 +2,7 @@
 
 A batch S that is prefilled in chunks finishes as a whole, at now + TTFT(S). So it is enough that this time lies before
 the earliest deadline in S (the anchor). Starting from all waiting requests that could make it alone, the longest one
-leaves S until the batch is on time. With slots and memory for it, what is left starts, earliest deadline first.
+leaves S until the batch is on time. With slots and memory for them, the other requests start, earliest deadline first.
 
 Why this need not walk the queue. Requests leave S in one fixed order: longest first, among equals the latest deadline
 first. So S is always a prefix of the queue in *length order* (tokens, deadline, id). A longer prefix has more tokens and

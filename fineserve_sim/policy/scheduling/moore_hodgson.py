@@ -282,7 +282,7 @@ class MooreHodgson:
         return _Job(request.arrival_s + facts.slo_s, request.arrival_s, request.id, duration_s, engine, request)
 
     def _late_jobs(self, blocked: Collection[int] = ()) -> Iterable[_Job]:
-        """In the order of deadlines; none of an engine any more once it is ``blocked``."""
+        """Late jobs in the order of deadlines; no further job of an engine that is ``blocked``."""
         return merge(*(self._late_of(engine, blocked) for engine, late in self._late.items() if late))
 
     def _late_of(self, engine: int, blocked: Collection[int]) -> Iterator[_Job]:
