@@ -151,7 +151,9 @@ class _Tap:
 
 class Twin:
     """Answers questions about a running server. ``tell`` hears how far the simulator was off, ``alarm`` when that is more than
-    the file's ``twin_error``."""
+    the file's ``twin_error``. ``niceness``: the operating system's priority of the process that answers, 19 the lowest."""
+
+    niceness = 19
 
     def __init__(
         self,
@@ -211,7 +213,7 @@ class Twin:
 
     def _answered(self, folder: Path) -> dict[str, Any]:
         """By a process of its own. Raises ValueError with its line, or when it takes too long or the server ends."""
-        command = [sys.executable, "-m", "fineserve_runtime.whatif", str(folder)]
+        command = [sys.executable, "-m", "fineserve_runtime.whatif", str(folder), str(self.niceness)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
             for _ in range(int(_PATIENCE_S / _LOOK_S)):
                 try:

@@ -1,6 +1,6 @@
 """The twin's side: the requests that a server had, simulated with the steps that its engines took.
 
-    python -m fineserve_runtime.whatif FOLDER
+    python -m fineserve_runtime.whatif FOLDER NICENESS
 
 ``FOLDER`` has what ``twin.py`` wrote. The answer is printed as JSON.
 """
@@ -367,7 +367,7 @@ def _error(simulated: float | None, measured: float | None) -> float | None:
 
 
 def main(arguments: Sequence[str]) -> None:
-    os.nice(19)
+    os.nice(int(arguments[1]))
     try:
         answer = Answer(Path(arguments[0])).told()
     except (ConfigError, ScenarioError, TableError, ValueError) as problem:
