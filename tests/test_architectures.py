@@ -104,6 +104,18 @@ KV_BYTES_16BIT = {  # of one token over all layers: 2 x layers x KV heads x head
     "mistral-nemo-12b": 163_840,
     "mistral-large-2": 360_448,
     "qwen2.5-0.5b": 12_288,
+    "qwen2.5-7b": 57_344,
+    "qwen2.5-72b": 327_680,
+    "qwen3-8b": 147_456,
+    "qwen3-32b": 262_144,
+    "llama-3.1-8b": 131_072,
+    "llama-3.1-70b": 327_680,
+    "llama-3.2-1b": 32_768,
+    "llama-3.2-3b": 114_688,
+    "mixtral-8x22b": 229_376,
+    "mistral-small-24b": 163_840,
+    "gemma-2-9b": 344_064,
+    "phi-4-mini": 131_072,
 }
 HALF = precision("bf16")
 
