@@ -20,19 +20,20 @@ from fineserve_sim.cluster.scenario import Clients, Ended, EndedRequests
 from fineserve_sim.policy.interfaces import Request
 
 ROWS = 8192
-"""Requests that are Python's numbers at a time."""
+"""Requests that are converted to Python's numbers at a time."""
 
 MOST_TOKENS = 2**40
 """More than any request has."""
 
 _WHAT = ("model", "arrival_s", "prompt_tokens", "output_tokens")
 _ROW = np.dtype([("number", "i8"), ("open", "?"), *zip(_WHAT, ("i4", "f8", "i8", "i8"), strict=True)])
-"""What a request is, as its trace has it."""
+"""The fields of a request in its trace, with its number and whether it is open."""
 
 
 class Arrivals:
-    """The requests one by one; with ``caches`` also what is known of their tokens, where KV memory keeps prefixes. With ``own``
-    a request of which nothing is known is like itself. ``next_s`` is when the next one arrives, infinite when there is none."""
+    """The requests one by one. With ``caches`` (KV memory keeps prefixes) each also has the ids of its prefixes, where the
+    trace knows them. With ``own`` a request without such ids gets a prefix of its own, which no other request shares.
+    ``next_s`` is when the next one arrives, infinite when there is none."""
 
     def __init__(self, requests: Requests, *, caches: bool = False, own: bool = False) -> None:
         self._coming = _coming(requests, caches, own)
@@ -126,7 +127,8 @@ class ClosedLoops:
 
 
 class Joined:
-    """Requests that stream through, and what became of them with what they were: ``told`` gets both when they end."""
+    """Joins requests that stream through with their outcomes: ``told`` gets columns of the trace and outcomes when requests
+    end."""
 
     def __init__(self, requests: Requests, told: Callable[[EndedRequests], None]) -> None:
         self._requests, self._told = requests, told

@@ -2,25 +2,25 @@
 
 It bounds the TTFT attainment of every scheduler, KV memory and placement, and of models that come and go. It needs that no
 prefix is reused and that no GPU hosts two engines of one model. With ``engines: placed`` it holds for as many engines as the
-system's own placement gives, wherever they are. What is left out only ever costs time: decodes, memory and its limits, the
-other models on the GPUs, loading, and which of a model's engines a request goes to. What is left in:
+system's own placement gives, wherever they are. The bound leaves out only causes of delay: decodes, memory and its limits, the
+other models on the GPUs, loading, and the choice among a model's engines. The bound keeps these facts:
 
-* An engine does one step at a time, and a step with c prompt tokens takes at least base(c), what all operators but attention
-  take. So each prompt token takes at least rho = min over c <= budget of base(c) / c, however it is batched. A request of p
-  tokens is on time only if p rho seconds of its model's engines lie between its arrival and its deadline.
+* An engine does one step at a time, and a step with c prompt tokens takes at least base(c), the time of all operators but
+  attention. So each prompt token takes at least rho = min over c <= budget of base(c) / c, however it is batched. A request of
+  p tokens is on time only if p rho seconds of its model's engines lie between its arrival and its deadline.
 * k engines do no more than one machine that is k times as fast; ``most_on_time`` then finds the largest set that it ends.
   Engines on several kinds of GPU add up their rates.
 * The prompt of one request takes ceil(p / budget) steps at least, and p rho seconds, on however many engines.
 
-Those put aside are dropped at their arrival. True output lengths enter here and nowhere else: the others go on decoding as if
-each had an engine to itself.
+Requests that are put aside are dropped at their arrival. True output lengths enter here and nowhere else: the others go on
+decoding as if each had an engine to itself.
 
 One machine prefills request after request. Request j may start at its arrival r_j and takes p_j seconds; it is on time if it
-ends by its deadline d_j (1 | r_j | sum U_j). Where deadlines come in the order of arrivals, as they do for the requests of
-one model with one SLO, this is easy. A later request is then never more urgent, so serving in that order is optimal for any
-set of requests that can be on time at all. The largest set comes from taking requests in that order. Whenever the one just
-taken would end late, the one without which the rest ends soonest is put aside (Kise, Ibaraki and Mine, Operations Research
-26(1), 1978). With equal arrivals this is Moore and Hodgson's rule: the longest goes.
+ends by its deadline d_j (1 | r_j | sum U_j). The problem is easy where deadlines come in the order of arrivals, as for the
+requests of one model with one SLO. A later request is then never more urgent, so serving in that order is optimal for any set
+of requests that can be on time at all. The largest set comes from taking requests in that order. Whenever the one just taken
+would end late, the one without which the rest ends soonest is put aside (Kise, Ibaraki and Mine, Operations Research 26(1),
+1978). With equal arrivals this is Moore and Hodgson's rule: the longest goes.
 
 Without request i the end moves forward by min(p_i, min over later k of start_k - r_k). That is its duration, or less where a
 later request arrives too late to start so much sooner.
@@ -53,7 +53,7 @@ ROUNDING = 1 - 1e-9
 def simulate_clairvoyant(scenario: Scenario) -> RunResult:
     """The bound as a result: first tokens at the earliest times of the relaxed machines.
 
-    Only the number of requests on time is a bound; single times, and all other metrics, are those of one optimistic schedule.
+    Only the number of requests on time is a bound. Single times and all other metrics describe one optimistic schedule.
     There are no decisions to log and no samples. Raises ScenarioError for systems that are not bounded, and as ``place``.
     """
     system = scenario.system
@@ -88,8 +88,8 @@ def simulate_clairvoyant(scenario: Scenario) -> RunResult:
 
 
 def _serve(scenario: Scenario, served: ServedModel, engines_on: Mapping[GpuSpec, int], whole: WholeTrace) -> None:
-    """What becomes of the requests of one model; those on time decode as long as their true lengths take. Engines on several
-    kinds of GPU count as so many of the fastest kind as prefill as much together."""
+    """Write the outcomes of one model's requests to ``whole``; requests on time decode for their true lengths. Engines on
+    several kinds of GPU count as engines of the fastest kind: as many as prefill as much."""
     trace, budget, longest = scenario.whole_trace, scenario.engine.token_budget, served.model.max_context_tokens
     kernel = legacy_kernel(scenario.system.memory)
     used = [spec for spec, count in engines_on.items() if count] or [*engines_on][:1]
@@ -127,15 +127,15 @@ def _serve(scenario: Scenario, served: ServedModel, engines_on: Mapping[GpuSpec,
 
 
 def least_step_s(step: StepModel, tokens: int = 1) -> float:
-    """No step with so many prompt tokens takes less: that is without their attention, which depends on how they belong
-    together."""
+    """The least seconds of a step with so many prompt tokens: without their attention, which depends on how requests share the
+    tokens."""
     _, attention_s = step.attention_s(0, 0, tokens, tokens, 0)
     whole_s = step.step_s(0, 0, tokens, tokens, 0, 0) - attention_s
     return max(whole_s, step.overhead_s + step.floor_s) * ROUNDING
 
 
 def least_token_s(step: StepModel, token_budget: int) -> float:
-    """Seconds of an engine that a prompt token takes at least, in whatever step of up to ``token_budget`` tokens."""
+    """The least engine seconds of a prompt token, over steps of 1 to ``token_budget`` tokens."""
     return min(least_step_s(step, tokens) / tokens for tokens in range(1, token_budget + 1))
 
 
@@ -150,8 +150,8 @@ class Foreseen(NamedTuple):
 def most_on_time(requests: Iterable[Foreseen]) -> list[float | None]:
     """When each request ends in a schedule with as many on time as possible; None: it is put aside.
 
-    To end at the deadline is on time. Needs arrivals and deadlines in ascending order, else raises ValueError. Quadratic in
-    the requests between two moments at which nobody waits.
+    A request that ends at its deadline is on time. Needs arrivals and deadlines in ascending order, else raises ValueError.
+    The time is quadratic in the number of requests between two moments at which none waits.
     """
     ends: list[float | None] = []
     kept: list[_Kept] = []

@@ -53,11 +53,12 @@ class Clock(Environment):
         return self._time_s
 
     def at(self, time_s: float, order: int, callback: Callable[[float], None]) -> None:
-        """Call ``callback(time_s)`` then (not before now), among simultaneous events by ``order`` (``order_of``)."""
+        """Call ``callback(time_s)`` at ``time_s``, not before now. ``order`` (``order_of``) ranks it among simultaneous
+        events."""
         heappush(self._moments, (time_s, order, next(self._numbers), callback))
 
     def schedule(self, event: Event, priority: int = NORMAL, delay: float = 0.0) -> None:
-        """As in SimPy; its priorities are those of arrivals."""
+        """As in SimPy. The priority of an event is its rank (``order_of``), so it comes among arrivals."""
         self.at(self._time_s + delay, priority, lambda _: _happen(event))
 
     def peek(self) -> float:
@@ -71,7 +72,7 @@ class Clock(Environment):
 
 
 def _happen(event: Event) -> None:
-    """A SimPy event comes. Raises what made it fail, unless somebody dealt with that."""
+    """A SimPy event happens. Raises the exception of a failed event unless a callback has defused it."""
     callbacks, event.callbacks = event.callbacks, None  # type: ignore[assignment]  # it has happened
     for callback in callbacks:
         callback(event)

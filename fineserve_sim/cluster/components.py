@@ -1,9 +1,9 @@
 """A run falls apart where nothing is shared.
 
-Under a static placement a request's engine follows from the requests before it alone, never from the state of engines, and
-engines touch each other on their GPUs alone. So the engines that share GPUs, with their requests, are *components* that never
-speak: each is a run of its own, at any time and on any machine. Together they give the bits of the whole run, for in
-each of them the same events come in the same order. What a run saves is the memory of all components but one.
+Under a static placement a request's engine depends on the earlier requests alone, never on the state of engines. Engines
+affect each other only through shared GPUs. So the engines that share GPUs, with their requests, are *components* that never
+speak: each is a run of its own, at any time and on any machine. Together they give the bits of the whole run, for in each of
+them the same events come in the same order. A run in components saves the memory of all components but one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Component:
 
 
 class Piece(NamedTuple):
-    """What became of one component. The last row of its timeline, beyond its samples, is how it stays when it has ended.
+    """The outcome of one component. The last row of its timeline, beyond its samples, is its state after its end.
     ``uses``: sums over the looks at its GPUs."""
 
     result: RunResult
@@ -61,8 +61,8 @@ class Piece(NamedTuple):
 
 
 class Apart(NamedTuple):
-    """A run taken apart: its components, in the order of their first engines, and what it takes to put their pieces together.
-    ``steps``: by engine."""
+    """A run taken apart: its components, in the order of their first engines, and the facts that ``merged`` needs. ``steps``
+    has the step times of each engine."""
 
     scenario: Scenario
     placement: Placement
@@ -135,7 +135,7 @@ class Apart(NamedTuple):
 
 
 def why_whole(scenario: Scenario) -> str | None:
-    """What keeps this scenario from being simulated in components; None where nothing does."""
+    """The reason why this scenario cannot be simulated in components; None where it can."""
     system = scenario.system
     if system.dispatch is not None or system.residency is not None:
         return "its policies look at all engines"
@@ -159,8 +159,8 @@ def _why_one_piece(scenario: Scenario) -> str | None:
 
 
 def taken_apart(scenario: Scenario, placed: Placed | None = None) -> Apart | None:
-    """The components of ``scenario``, which nothing keeps whole; None where there are fewer than two. Engines without any
-    request, and requests of models that are placed nowhere, go with the first. Raises ScenarioError as ``simulate``."""
+    """The components of ``scenario``, for which ``why_whole`` is None; None where there are fewer than two. Engines without
+    any request, and requests of models that are placed nowhere, go with the first. Raises ScenarioError as ``simulate``."""
     placed = placed or place(scenario, demands_of(scenario))
     groups = connected({engine: instance.gpus for engine, instance in enumerate(placed[0].instances)})
     if len(groups) < 2:
@@ -188,8 +188,8 @@ def taken_apart(scenario: Scenario, placed: Placed | None = None) -> Apart | Non
 
 
 def _engine_of_each(trace: Trace, seats: Sequence[Seat], build: Builder) -> Ints:
-    """The engine that each request waits for, shape (n,): that of the turns of its model, -1 where there is none. A prompt that
-    no engine of its model can hold goes to the first, which refuses it."""
+    """The engine that each request waits for, shape (n,): the next in turn of its model, -1 where the model has no engine. A
+    prompt that no engine of its model can hold goes to the first, which refuses it."""
     engine_of = np.full(len(trace), -1, dtype=np.int64)
     controller = Controller(build.routes(seats))
     for number, model in enumerate(trace.models):
@@ -208,8 +208,8 @@ def _engine_of_each(trace: Trace, seats: Sequence[Seat], build: Builder) -> Ints
 def _component(
     scenario: Scenario, placed: Placed, engines: tuple[int, ...], requests: Ints, engine_of: Ints, looks: Looks
 ) -> Component:
-    """``engine_of`` are those of its ``requests``. A model's engines become models of their own, for turns are taken already;
-    the last model stands for all that are placed nowhere."""
+    """``engine_of`` are the engines of its ``requests``. Each engine becomes a model of its own, since turns are taken
+    already. The last model stands for all models that are placed nowhere."""
     (placement, demands), gpus = placed, {gpu.id: gpu for gpu in scenario.gpus}
     served = {model.id: model for model in scenario.models}
     instances = {f"{placement.instances[engine].model}#{engine}": placement.instances[engine] for engine in engines}

@@ -1,8 +1,8 @@
 """The cluster in time: events go to the controller, its commands to engines.
 
-Engines of one GPU share memory through the policy's manager only, and its pace through ``Contention``. This module carries
-news between them: who must be asked, woken or cut when something changes. It takes no decision of its own. What commands
-mean stands in one table, ``actions``, to which those add who let engines come and go (``fleet/``).
+Engines of one GPU share its memory only through the policy's manager, and its pace through ``Contention``. This module carries
+news between them: it asks schedulers, wakes engines and cuts spans when something changes. It takes no decision of its own.
+The table ``actions`` has a method for each kind of command; the fleets that let engines come and go (``fleet/``) add theirs.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Cluster(EngineHost):
         self._iterations_gone = 0
 
     def connect(self, engines: Sequence[Engine], domains: Sequence[MemoryDomain], scopes: Sequence[Scope]) -> None:
-        """Attach engines with the domains and scopes that partition them, instead of those that they were in before."""
+        """Attach engines, with the domains and scopes that partition them in place of their former ones."""
         self.engines |= {engine.index: engine for engine in engines}
         self.outcomes.stages |= {engine.index: engine.columns for engine in engines}
         self._domain_of |= {engine.index: domain for domain in domains for engine in domain.engines}
@@ -119,7 +119,7 @@ class Cluster(EngineHost):
         return self._iterations_gone + sum(engine.iterations for engine in self.engines.values())
 
     def at(self, time_s: float, order: int, happens: Callable[[float], None]) -> None:
-        """``happens(now)`` then, as an event of this order that belongs to no engine."""
+        """Call ``happens(now)`` at ``time_s``, as an event of this order that belongs to no engine."""
 
         def begin(now: float) -> None:
             self.order = order
@@ -128,7 +128,7 @@ class Cluster(EngineHost):
         self.clock.at(time_s, order, begin)
 
     def tick(self, order: int, look: Callable[[float], None]) -> None:
-        """``look(now)`` whenever the controller wants to be told everything, as an event of this order."""
+        """Call ``look(now)`` whenever the controller wants to be told everything, as an event of this order."""
 
         def ticked(now: float) -> None:
             look(now)
@@ -137,8 +137,8 @@ class Cluster(EngineHost):
         self.at(self.controller.next_tick_s, order, ticked)
 
     def arrive(self, request: Request, output_tokens: int, now: float, prefix: Prefix | None = None) -> None:
-        """A request comes in. ``output_tokens`` is what it would generate if nothing cut it off (the oracle), ``prefix`` what
-        is known of its tokens, where KV memory keeps prefixes."""
+        """A request comes in. ``output_tokens`` are the tokens that it would generate if nothing cut it off (the oracle).
+        ``prefix`` has its known prefixes, where KV memory keeps prefixes."""
         self.order = ARRIVAL
         waiting = self._waiting[request.id] = Waiting(request, output_tokens, prefix)
         self.hear(now, RequestArrived(request))
@@ -153,7 +153,7 @@ class Cluster(EngineHost):
         engine.executor.start(now)
 
     def returned(self, engine: Engine, sequences: Collection[SequenceState], now: float, left: Left) -> None:
-        """These have left their engines and wait for one again, with what they generated as part of their prompts."""
+        """These sequences have left their engine and wait for one again; their generated tokens are part of their prompts."""
         for sequence in sequences:
             self.outcomes.leave(sequence.index, now, sequence.generated_tokens, left)
             self._returned[sequence.index] = engine.model, sequence
@@ -163,7 +163,7 @@ class Cluster(EngineHost):
                 self.waits(self.engines[engine_id], now)
 
     def close(self, end_s: float) -> None:
-        """The run is over: those that still wait do not finish, nor do those under way."""
+        """The run is over: requests that still wait or are under way do not finish."""
         for index, waiting in self._waiting.items():
             self.outcomes.arrive(index, waiting.engine)
         self.outcomes.close(end_s)
@@ -179,8 +179,8 @@ class Cluster(EngineHost):
         return Cause.CONTEXT if tokens >= self._context_tokens[model] else Cause.MEMORY
 
     def preempted(self, engine: Engine, sequence: SequenceState, now: float | None = None) -> None:
-        """It lost its KV; at ``now``, unless its engine is lost with it. Its scheduler sees another state of the engine: those
-        of the scope may get another answer at their next boundary."""
+        """The sequence lost its KV; at ``now``, unless its engine is lost with it. The scheduler sees another state of the
+        engine, so engines of the scope may get another answer at their next boundary."""
         self.outcomes.preempted(sequence.index)
         if self.log is not None and now is not None:
             self.log.preempted(engine, sequence.index, now)
@@ -237,7 +237,7 @@ class Cluster(EngineHost):
             self._cut(scope, now)
 
     def _cut(self, scope: Scope, now: float, but: int | None = None) -> None:
-        """End the spans of a scope, save that of one engine."""
+        """End the spans of the engines of a scope, except engine ``but``."""
         for index in scope.engines:
             if index != but and self.engines[index].busy:
                 self._domain_of[index].settle(now, self.order)
@@ -249,7 +249,7 @@ class Cluster(EngineHost):
         self._domain_of[engine.index].settle(now, order)
 
     def settle_all(self, now: float, order: int) -> None:
-        """Somebody looks at everything: bring all memory up to this moment."""
+        """Bring all memory up to this moment, for a look at everything."""
         self.order = order
         for domain in dict.fromkeys(self._domain_of.values()):
             domain.settle(now, order)
@@ -297,12 +297,12 @@ class Cluster(EngineHost):
             self.log.launched(engine, lane, now)
 
     def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, iterations: int, stage: int) -> None:
-        """A batch or a span has ended, which began then: write it down."""
+        """A batch or a span that began at ``since_s`` has ended: write it down."""
         if self.log is not None:
             self.log.computed(engine, lane, since_s, now, iterations, engine.columns[stage])
 
     def memory_freed(self, engine: Engine, now: float) -> None:
-        """Blocks came back: whoever waits for memory tries again, at once when idle, else after its iteration."""
+        """Blocks came back: engines that wait for memory try again, idle ones at once, others after their iteration."""
         self.touch(engine)
         for other in self._domain_of[engine.index].engines:
             if other is engine:
@@ -334,13 +334,13 @@ class Cluster(EngineHost):
         self.fleet.rested(engine, now)
 
     def touch(self, engine: Engine) -> None:
-        """Its load changed, and what those that share its memory see as theirs."""
+        """The engine's load changed, and so may the loads of the engines that share its memory."""
         if self.loads is not None:
             self.loads.touch(self._domain_of[engine.index].engines)
 
     def hear(self, now: float, event: Event) -> None:
-        """Something happened: do what the controller says to it, which is told before, if it wants to know, the loads that
-        changed since it was told last."""
+        """Tell the controller of an event and carry out its commands. A controller that needs loads is first told the loads
+        that changed since it was told last."""
         if self.loads is not None:
             if loads := self.loads.changed(self, now):
                 self.tell(now, Loads(loads))
@@ -349,14 +349,15 @@ class Cluster(EngineHost):
         self.carry_out(self.tell(now, event), now)
 
     def tell(self, now: float, event: Event) -> list[Command]:
-        """What the controller says to an event, written down."""
+        """The controller's commands in answer to an event, written down."""
         commands = self.controller.handle(now, event)
         if self.log is not None:
             self.log.told(now, event, commands)
         return commands
 
     def carry_out(self, commands: Sequence[Command], now: float, asking: Engine | None = None) -> None:
-        """What follows from a command is done before the next one; when all is done, the fleet is formed anew."""
+        """Carry out the commands in order, each with its consequences before the next; when all is done, the fleet is formed
+        anew."""
         self._depth += 1
         for command in commands:
             self._asking = asking

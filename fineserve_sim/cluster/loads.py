@@ -1,6 +1,7 @@
-"""Whose load changed since the controller was told: engines to which something happened, or whose span passed a boundary.
+"""Finds the engines whose load changed since the controller was told: something happened to them, or their span passed a
+boundary.
 
-The cost of telling grows with their number, not with that of all engines.
+The cost of telling grows with the number of these engines, not of all engines.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class LoadWatch:
         self._told: dict[int, EngineLoad] = {}
 
     def touch(self, engines: Iterable[Engine]) -> None:
-        """The load of one inside a span changes again at its next boundary; somebody else may settle it before the controller
+        """The load of an engine inside a span changes again at its next boundary, which may be settled before the controller
         is told."""
         for engine in engines:
             index = engine.index
@@ -33,7 +34,7 @@ class LoadWatch:
                 heappush(self._due, (boundary_s, engine.executor.order, index))
 
     def changed(self, host: EngineHost, now: float) -> dict[int, EngineLoad]:
-        """By engine, what is new, up to the event under way."""
+        """The changed loads by engine, up to the event under way."""
         due, watched_s, engines = self._due, self._watched_s, host.engines
         while due:
             at_s, order, index = due[0]

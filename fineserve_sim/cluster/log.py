@@ -19,13 +19,13 @@ class DecisionLog:
         self._log = log
 
     def told(self, now: float, event: Event, commands: Sequence[Command]) -> None:
-        """The controller was told of an event, and said these commands to it."""
+        """The controller was told of an event, and answered with these commands."""
         for kind, message in (("event", event), *(("command", command) for command in commands)):
             fields = {name: plain(value) for name, value in message._asdict().items()}
             self._log({"now_s": now, kind: type(message).__name__, **fields})
 
     def launched(self, engine: Engine, lane: Lane, now: float) -> None:
-        """A batch begins: what keeps the requests that wait in the engine's queue, and who starts."""
+        """A batch begins: log the limits that keep requests waiting in the engine's queue, and the requests that start."""
         state = engine.state()
         self._span(
             now,
@@ -39,8 +39,8 @@ class DecisionLog:
         )
 
     def computed(self, engine: Engine, lane: Lane, since_s: float, now: float, iterations: int, column: int) -> None:
-        """A batch was computed, or a span of alike ones; ``engine`` is the column of the timeline, ``slowdown`` what neighbours
-        on the GPU made of its pace, at the end."""
+        """A batch was computed, or a span of alike ones. ``engine`` is the column of the timeline; ``slowdown`` is the factor
+        at the end by which neighbours on the GPU slow it."""
         self._span(
             since_s,
             "EngineComputed",

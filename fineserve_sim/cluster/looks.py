@@ -9,7 +9,7 @@ All looks up to the last arrival count:
 * how often such an engine was short of KV memory or of slots. It is short of memory when the mean prompt of its model does not
   fit beside a block for each running request.
 
-``StepTimes`` say what the engines' time is made of, from the steps in flight at the same moments.
+``StepTimes`` divides the engines' time into parts, from the steps in flight at the same moments.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ _COUNTED = [each.name for each in fields(GpuUse)[1:]]
 
 
 class Looks(NamedTuple):
-    """Until when a run is looked at, and the mean prompt of each model in tokens, by which memory is short."""
+    """The last time at which a run is looked at, and the mean prompt of each model in tokens, which tells whether memory is
+    short."""
 
     until_s: float
     prompt_tokens: Mapping[str, float]
 
 
 def looks_at(found: Totals, models: Sequence[str]) -> Looks:
-    """Those at a run of requests to these models, of which ``found`` was found."""
+    """The looks at a run of requests to these models; ``found`` has the totals of the requests."""
     counted = zip(models, found.prompt_tokens, found.requests, strict=True)
     return Looks(found.last_s, {name: float(tokens / requests) for name, tokens, requests in counted if requests})
 
 
 class GpuUses:
-    """Looks at the engines of ``cluster``; those that stay are numbered as the instances of ``placement``. ``sums`` are over
+    """Looks at the engines of ``cluster``; engines that stay are numbered as the instances of ``placement``. ``sums`` are over
     the ``looks``, by GPU."""
 
     def __init__(self, cluster: Cluster, placement: Placement, looks: Looks) -> None:
@@ -92,7 +93,7 @@ def fractions(sums: Mapping[int, GpuUse], looks: int) -> tuple[GpuUse, ...]:
 
 
 def _shares(engine: Engine) -> tuple[float, float]:
-    """Compute and bandwidth shares of what the engine has in flight, a stage's worth of them for a pipeline."""
+    """Compute and bandwidth shares of the engine's batches in flight; for a pipeline, the mean over its stages."""
     found = [engine.step.demand(*engine.batch_of(lane))[:2] for lane in engine.lanes if lane.launched]
     stages = len(engine.columns)
     return sum(compute for compute, _ in found) / stages, sum(bandwidth for _, bandwidth in found) / stages
@@ -104,7 +105,7 @@ Note = tuple[int, int, Batch]
 
 class StepTimes:
     """``notes``: the steps in flight of the engines that are there, at each ``sample``; ``steps``: the engines' step times.
-    With ``most_notes`` they are weighed whenever there are so many, and forgotten; ``weighed`` counts those."""
+    With ``most_notes``, so many notes are reduced to their shares and forgotten; ``weighed`` counts the forgotten notes."""
 
     def __init__(self, engines: Callable[[], Iterable[Engine]]) -> None:
         self._engines = engines
@@ -130,7 +131,7 @@ class StepTimes:
             self.steps.clear()
 
     def shares(self) -> dict[str, dict[Source, float]]:
-        """Fractions of the time of all notes, those that are forgotten included; empty where nothing is noted."""
+        """Fractions of the time of all notes, including the forgotten ones; empty where nothing is noted."""
         own = shares_of(self.notes, self.steps)
         return _pooled((self.weighed, self._forgotten), (len(self.notes), own)) if self.weighed else own
 
@@ -144,7 +145,7 @@ def shares_of(notes: Sequence[Note], steps: Mapping[int, StepModel]) -> dict[str
 
 
 def _pooled(*lots: tuple[int, Mapping[str, Mapping[Source, float]]]) -> dict[str, dict[Source, float]]:
-    """Shares of several lots of so many notes as those of all."""
+    """The shares over several lots of notes together; each lot is a number of notes and their shares."""
     notes = sum(number for number, _ in lots)
     total: dict[str, dict[Source, float]] = defaultdict(lambda: defaultdict(float))
     for number, shares in lots:

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class KVOffloading:
-    """A prefix cache in host memory below that of each engine whose memory keeps prefixes, as vLLM's ``--kv-offloading-size``.
+    """A prefix cache in host memory, below the GPU cache of each engine that keeps prefixes, as vLLM's
+    ``--kv-offloading-size``.
 
     ``size_gib``: of each engine, over all its GPUs; 0: none. ``bytes_per_s``: of each GPU's host link, one way, in place of its
-    PCIe rate. ``store_s_per_gib``: what copying to the host adds to steps, for each GiB of KV that they compute.
+    PCIe rate. ``store_s_per_gib``: seconds that copying to the host adds to steps, for each GiB of KV that they compute.
     """
 
     size_gib: float

@@ -1,4 +1,4 @@
-"""What became of every request: kept while it is open, handed on in columns when it has ended."""
+"""The outcome of every request: kept while it is open, handed on in columns when it has ended."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class _Open:
 
 
 class Outcomes:
-    """Moments, fates and visits of the requests under way, by number. ``open`` counts these, those that wait for their first
-    engine (the cluster keeps them) and those still to come. A request ends once: ``end`` raises on a second time.
+    """Moments, fates and visits of the requests under way, by number. ``open`` counts these, requests that wait for their
+    first engine (the cluster keeps them) and requests still to come. A request ends once: ``end`` raises on a second time.
 
     ``stages``: the instances of each engine (``Visit``). Only the last visit of a request under way is kept. An earlier one is
     written down when it ends, so a request that never moves costs no more.
@@ -56,7 +56,8 @@ class Outcomes:
     def begin(
         self, requests: int, sink: Callable[[Ended], None], hears: Callable[[int, float], None] | None = None
     ) -> None:
-        """So many will come; what becomes of them goes to ``sink``. ``hears`` of each end at once, its request and time."""
+        """So many requests will come; their outcomes go to ``sink``. ``hears`` is called at each end, with the request and the
+        time."""
         self.open = requests
         self._sink, self._hears = sink, hears
 
@@ -92,7 +93,7 @@ class Outcomes:
             request.first_token_s = now
 
     def preempted(self, index: int) -> None:
-        """It lost its KV, once more."""
+        """The request lost its KV once more."""
         self._under_way[index].preemptions += 1
 
     def end(self, index: int, now: float, fate: Fate, cause: Cause = Cause.NONE, *, generated_tokens: int = 0) -> None:
@@ -113,7 +114,7 @@ class Outcomes:
             self._hears(index, now)
 
     def close(self, end_s: float) -> None:
-        """The run is over: those that are still there do not finish. They are told in the order of their numbers."""
+        """The run is over: requests that are still there do not finish. They are handed on in the order of their numbers."""
         self._hears = None
         for index in sorted(self._under_way):
             self.end(index, end_s, Fate.UNFINISHED)
@@ -132,7 +133,7 @@ class Outcomes:
             self._sink(replace(Ended(*columns), visits=visits))
 
     def _last(self, columns: list[Any], since_s: Any, before: Any) -> Visits:
-        """The last visits of requests that have ended, those that ended at an engine."""
+        """The last visits of the requests that have ended at an engine."""
         request, _, finish_s, fate, _, engine, _, generated_tokens = columns
         left = _LAST_LEFT[fate]
         open_ = np.isnan(finish_s)

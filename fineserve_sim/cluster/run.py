@@ -40,8 +40,8 @@ TOLD_S = 1.0
 @dataclass(frozen=True, slots=True)
 class Parts:
     """A composed cluster. ``kv_capacity_bytes`` are the sizes of the KV memories of the GPUs that host engines, by GPU id;
-    where engines come and go, what there could be at most. ``counters`` are what is counted besides, when the run is over and
-    the last request came at that time. The fleet takes faults of ``serving`` instances, or of GPUs."""
+    where engines come and go, the most that there could be. ``counters`` gives the other counters of a run that is over, from
+    the time of its last arrival. The fleet takes faults of ``serving`` instances, or of GPUs."""
 
     cluster: Cluster
     sampler: Sampler
@@ -63,8 +63,8 @@ def _rare_collections() -> Iterator[None]:
 
 
 class WholeTrace:
-    """Takes ended requests in any order. ``columns`` are those of ``RunResult``, in the order of a trace that is all there;
-    requests that never end stay unfinished, without moments. ``visits`` come part by part."""
+    """Takes ended requests in any order. ``columns`` are the columns of ``RunResult``, in the order of the whole trace.
+    Requests that never end stay unfinished, without moments. ``visits`` come part by part."""
 
     def __init__(self, requests: int) -> None:
         self.first_token_s = np.full(requests, np.nan)
@@ -87,10 +87,10 @@ class WholeTrace:
 
 
 class Run:
-    """A composed cluster before the first event of ``scenario``, whose faults are set. ``looks`` say until when samples look at
-    GPUs, and ``drain_s`` after that the run ends at the latest: where the scenario is a part of another, those of the whole.
-    ``joined`` has the requests, and takes what became of them; without it that is kept for the result. Raises ScenarioError for
-    a fault that this cluster cannot have."""
+    """A composed cluster before the first event of ``scenario``, whose faults are set. ``looks`` has the time until which
+    samples look at GPUs; the run ends ``drain_s`` later at the latest. A scenario that is a part of another gets the looks of
+    the whole. ``joined`` has the requests and takes their outcomes; without it the outcomes are kept for the result. Raises
+    ScenarioError for a fault that this cluster cannot have."""
 
     def __init__(
         self, scenario: Scenario, parts: Parts, *, looks: Looks | None = None, joined: Joined | None = None
@@ -124,7 +124,7 @@ class Run:
         parts.cluster.outcomes.begin(self._number, joined or self._whole, hears)
 
     def _plan_faults(self) -> None:
-        """What faults take is lost, and comes back."""
+        """Schedule the loss of each fault, and its repair."""
         scenario, cluster = self._scenario, self.parts.cluster
         if wrong := wrong_fault(scenario.faults, scenario.system, self.parts.serving, len(scenario.gpus)):
             raise ScenarioError(f"system {scenario.system.name}, fault {wrong[0]}: {wrong[1]}")
@@ -153,7 +153,7 @@ class Run:
         self._loop_cpu_s = time.process_time() - began_s
 
     def _expect(self) -> None:
-        """The next arrival is set, unless an earlier one is."""
+        """Schedule the next arrival, unless an earlier one is scheduled."""
         if self._arrivals.next_s < self._expected_s:
             self._expected_s = self._arrivals.next_s
             self.parts.cluster.clock.at(self._expected_s, ARRIVAL, self._on_arrival)

@@ -1,4 +1,4 @@
-"""Samples of the cluster over time, and what is counted of a single-model cluster beside them, by metric name:
+"""Samples of the cluster over time, and the counters of a single-model cluster, by metric name:
 
 * ``kv_demand_mean``, ``kv_demand_peak``: KV of running requests and of the heads of the queues (Llumnix's and KunServe's
   demand) over the KV memory without drop, until the last arrival.
@@ -36,7 +36,7 @@ GOLDEN = (math.sqrt(5) - 1) / 2
 def sample_time_s(number: int, every_s: float) -> float:
     """When sample ``number`` (0, 1, ...) is taken: one in each interval of ``every_s``, the place in it by the golden ratio.
 
-    At equal distances all samples would meet a trace whose arrivals stand on whole seconds at one phase. The places
+    Equally spaced samples would all meet a trace with arrivals on whole seconds at one phase. The places
     ``number * GOLDEN`` modulo 1 fill the interval evenly (Weyl; discrepancy O(log n / n)). So the mean over n samples is as
     near to the mean over time, for a rhythm of any rational number of intervals (Koksma's inequality).
     """
@@ -58,7 +58,7 @@ class Samples:
             self.hand_on(self._only)
 
     def hand_on(self, only: Callable[[Timeline], None]) -> None:
-        """Forget what is kept, and hand it and all samples to come on to ``only``."""
+        """Hand the kept samples to ``only`` and forget them, and so with all samples to come."""
         self._only = only
         if self._rows:
             only(self.timeline())
@@ -74,7 +74,7 @@ class Samples:
 
 
 class Column(NamedTuple):
-    """What one column sums up: the engines of ``model`` that are there, and requests that wait for them."""
+    """The parts that one column sums up: the present engines of ``model``, and the number of requests that wait for them."""
 
     model: str
     engines: Callable[[], Sequence[Engine]]
@@ -104,7 +104,8 @@ class EngineSampler:
 
 
 class InstanceSampler:
-    """A column an instance of the one model: what an engine has is put down to its first instance, KV to each its own.
+    """A column for each instance of the one model. An engine's requests count for its first instance; KV counts for the
+    instance that holds it.
 
     ``looks``, an entry a sample: its time, bytes of KV demand (running requests and the heads of the queues), bytes for KV, and
     how many engines there are.
@@ -140,7 +141,7 @@ Sampler = EngineSampler | InstanceSampler
 
 
 def counters(fleet: Instances, sampler: InstanceSampler, last_arrival_s: float) -> dict[str, float]:
-    """The counters of a finished run; those that have no value in it (no exchange, no sample) are left out."""
+    """The counters of a finished run. Counters without a value in it (no exchange, no sample) are left out."""
     report = fleet.regrouping.report
     for engine in fleet.cluster.engines.values():
         report.count(engine)
@@ -165,6 +166,6 @@ def counters(fleet: Instances, sampler: InstanceSampler, last_arrival_s: float) 
 
 
 def throttlings(time_s: NDArray[np.float64], above: NDArray[np.bool_]) -> int:
-    """Maximal intervals of samples ``above``, those less than 20 s apart as one."""
+    """The number of maximal intervals of samples ``above``; intervals less than 20 s apart count as one."""
     at_s = time_s[above]
     return int(len(at_s) > 0) + int(np.sum(np.diff(at_s) >= MERGE_GAP_S))

@@ -24,7 +24,7 @@ Ints = NDArray[np.int64]
 
 
 class ScenarioError(ValueError):
-    """A scenario that cannot run (a model fits on no GPU, say), in one line for the person who wrote it."""
+    """A scenario that cannot run (a model fits on no GPU, say). The message is one line for the scenario's author."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class ServedModel:
     """One model as users see it: geometry, precision, TP degree, expected load and SLOs (of the time per token: if any).
 
     ``id`` names it in traces and results; ``mean_prompt_tokens`` and ``mean_output_tokens`` describe the expected load
-    for profiling (what an operator would take from history), never a single request.
+    for profiling (from an operator's history), never a single request.
     """
 
     id: str
@@ -106,8 +106,8 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What is lost at ``time_s``, with all KV of the engines on it: instance ``number`` of a single-model cluster, or a GPU of
-    models that come and go. With ``repair_s`` it is back so much later, with nothing in its memory."""
+    """A loss at ``time_s``, with all KV of the engines there: of instance ``number`` of a single-model cluster, or of a GPU of
+    models that come and go. The instance or GPU is back ``repair_s`` later, if given, with empty memory."""
 
     time_s: float
     number: int
@@ -153,8 +153,8 @@ class Scenario:
     sample in each ``sample_s`` (0: none). ``exact_steps`` plans each engine iteration by itself and merges no equal ones: same
     results, slower. ``check`` verifies the KV memory of every GPU at every step. ``log`` receives each event and command as a
     JSON-able dict. ``tell`` hears now and then how many requests have ended, of how many. The run may go on for ``drain_s``
-    after the last arrival. ``faults`` are for the systems that ``wrong_fault`` accepts. Where ``clients`` send the requests, a
-    model's rows of the trace, which is whole, are what its clients send in turn; their times mean nothing.
+    after the last arrival. ``faults`` are for the systems that ``wrong_fault`` accepts. Where ``clients`` send the requests,
+    the trace is whole: a model's clients send its rows in turn, and the rows' times mean nothing.
     """
 
     system: SystemSpec
@@ -259,7 +259,7 @@ class Visits:
 
     @classmethod
     def of_columns(cls, columns: Iterable[Any], stages: Mapping[int, tuple[int, ...]]) -> Visits:
-        """From the columns of ``COLUMNS``, in their order."""
+        """The visits in these columns, which come in the order of ``COLUMNS``."""
         request, engine, from_s, to_s, tokens, left = columns
         return cls(request, engine, from_s, to_s, tokens, left, stages)
 
@@ -293,8 +293,9 @@ class Visits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Ended:
-    """Requests that have ended, in the order in which they did: their numbers in the order of arrival, and as in ``RunResult``
-    what became of them. Columns, (n,) each. ``visits``: their last ones, and those that others have ended meanwhile."""
+    """Requests that have ended, in the order of their ends: their numbers in the order of arrival, and their outcomes as in
+    ``RunResult``. Columns, (n,) each. ``visits``: the last visits of these requests, and visits that other requests have ended
+    meanwhile."""
 
     request: Ints
     first_token_s: Floats
@@ -308,7 +309,7 @@ class Ended:
 
 
 class EndedRequests(NamedTuple):
-    """Ended requests with what they were: columns of their trace, (n,) each."""
+    """Ended requests with their columns of the trace, (n,) each."""
 
     ended: Ended
     model: NDArray[np.int32]
@@ -343,11 +344,11 @@ COUNTERS = (
     "exchange_bytes",
     "bubble_fraction",
 )
-"""What is counted of a single-model cluster beside the requests (``samples.py``)."""
+"""The counters of a single-model cluster (``samples.py``)."""
 
 
 OUTCOMES = ("first_token_s", "finish_s", "fate", "preemptions", "engine", "cause", "generated_tokens")
-"""The columns that say what became of each request."""
+"""The columns with the outcome of each request."""
 
 
 @dataclass(slots=True)
@@ -366,16 +367,15 @@ class GpuUse:
 @dataclass(frozen=True, slots=True, eq=False)
 class RunResult:
     """Per-request arrays in the order of the trace (NaN where a moment never came; of no length where requests stream in) and
-    counters of the run. ``cause`` (``Cause``): why a request was cut, rejected or dropped. ``generated_tokens``: of finished
-    requests what they asked for, of cut ones fewer, of others 0. ``engine``: that of its last visit, by its first stage; of a
-    request that no engine ever had the one that it waited for. ``visits`` tells of all.
+    counters of the run. ``cause`` (``Cause``): why a request was cut, rejected or dropped. ``generated_tokens``: all that a
+    finished request asked for, fewer for a cut one, 0 for others. ``engine``: the engine of the last visit, by its first
+    stage; for a request that no engine ever had, the engine that it waited for. ``visits`` has all visits.
 
-    ``iterations`` counts engine steps, ``events`` what the event loop processed. ``step_times`` says what the engines' busy
-    time is made of: fractions by part of a step and source, over ``step_samples`` samples of steps in flight.
-    ``counters`` are what a driver counts besides, by name (``samples.py``). ``gpu_use`` is how busy each GPU was, and what
-    kept requests waiting there, until the last arrival; empty without samples.
-    ``loop_cpu_s`` is not deterministic and never enters result files. ``sent``: the requests, in the order of their arrivals,
-    where clients sent them; else it is the trace of the scenario.
+    ``iterations`` counts engine steps, ``events`` the processed events. ``step_times`` divides the engines' busy time:
+    fractions by part of a step and source, over ``step_samples`` samples of steps in flight. ``counters`` are the other counts
+    of a run, by name (``samples.py``). ``gpu_use`` is how busy each GPU was, and what kept requests waiting there, until the
+    last arrival; empty without samples. ``loop_cpu_s`` is not deterministic and never enters result files. ``sent``: the
+    requests, in the order of their arrivals, where clients sent them; else it is the trace of the scenario.
     """
 
     first_token_s: Floats

@@ -26,7 +26,7 @@ MOST_NOTES = 1 << 13
 
 def simulate(scenario: Scenario) -> RunResult:
     """Run ``scenario`` until every request has ended, or ``drain_s`` after the last arrival; component by component where
-    nothing keeps it whole. What comes out is the same then, ``events`` apart: samples are taken in each component.
+    nothing keeps it whole. The result is the same then, apart from ``events``, since samples are taken in each component.
 
     Raises ScenarioError when system, models, cluster and faults do not fit together.
     """

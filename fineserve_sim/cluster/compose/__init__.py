@@ -1,1 +1,1 @@
-"""From a scenario to a cluster that stands ready: profile, place, divide memory, build engines and schedulers."""
+"""Builds a ready cluster from a scenario: profile, place, divide memory, build engines and schedulers."""

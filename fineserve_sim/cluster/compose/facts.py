@@ -1,4 +1,5 @@
-"""What placement knows of a scenario's models, found before anything is placed, as FineServe does offline by profile tables.
+"""The facts about a scenario's models for placement, found before anything is placed, as FineServe does offline by profile
+tables.
 
 Marginal memory efficiency is measured, not derived. The sweep simulates one engine alone, saturated with requests of mean
 length, with KV pools of several sizes. It then fits the mean number of resident tokens against the pool (FineServe Fig. 3). It
@@ -105,8 +106,8 @@ def _measured_mme(served: ServedModel, gpu: GpuSpec, settings: EngineSettings) -
 
 
 def _mean_resident_tokens(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, pool_bytes: int) -> float:
-    """Mean cached tokens of one engine with ``pool_bytes`` of KV memory on each of its GPUs, while requests wait for it. At
-    time 0 all wait and nothing is cached yet: that sample says nothing of the engine. NaN where none can be served."""
+    """Mean cached tokens of one engine with ``pool_bytes`` of KV memory on each of its GPUs, while requests wait for it. The
+    sample at time 0 does not count: all requests wait and nothing is cached yet. NaN where none can be served."""
     requests = 4 * SWEEP_REQUESTS
     trace = Trace(
         arrival_s=np.zeros(requests),

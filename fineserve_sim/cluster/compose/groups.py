@@ -1,4 +1,4 @@
-"""From a scenario of one model on many instances to a cluster that stands ready."""
+"""Builds a ready cluster from a scenario of one model on many instances."""
 
 from __future__ import annotations
 
@@ -130,8 +130,8 @@ def check_groups(scenario: Scenario) -> None:
 
 
 class _Builder:
-    """What the instances of the one model, on these ``groups`` of GPUs, and their engines are built from. Raises ScenarioError
-    when the memory of one holds no KV block beside the model."""
+    """Builds the instances of the one model, on these ``groups`` of GPUs, and their engines. Raises ScenarioError when the
+    memory of an instance holds no KV block beside the model."""
 
     def __init__(self, scenario: Scenario, groups: Sequence[tuple[int, ...]], roles: Roles | None) -> None:
         self._scenario, self._settings, self._memory = scenario, scenario.engine, scenario.system.memory

@@ -1,10 +1,10 @@
-"""The byte budget of every GPU, and the KV managers that fill what the weights leave.
+"""The byte budget of every GPU, and the KV managers of the bytes that weights leave.
 
     capacity = weights + activation peak + context of each engine + KV memory        (systems.md 1.2)
 
-A private pool's share is the GPU's usable memory times the engine's part of all footprints, less what the engine itself needs
-(systems.md 3). A footprint below what the engine takes counts as that, so that every share holds its engine. Other managers
-take all that is left, for all engines. What virtual memory costs comes from the catalog (``driver.yaml``).
+A private pool's share is the GPU's usable memory times the engine's part of all footprints, less the bytes that the engine
+itself needs (systems.md 3). A footprint counts as at least the bytes that the engine takes, so every share holds its engine.
+Other managers take all that is left, for all engines. The costs of virtual memory come from the catalog (``driver.yaml``).
 
 SGLang's engines have a static part of the GPU, for weights and KV memory alone (``mem_fraction_static``, here
 ``memory_utilization``). All else lies outside of it.
@@ -60,8 +60,8 @@ def slots_of(scenario: Scenario) -> list[GpuSlot]:
 
 
 def slots_on(gpus: Sequence[Gpu], settings: EngineSettings) -> list[GpuSlot]:
-    """The GPUs as placement sees them. Each kind in a node is a node to it, for TP groups have GPUs of one kind; so is each
-    slice by MIG, which forms no group."""
+    """The GPUs as placement sees them. Each kind within a node counts as a node, since TP groups have GPUs of one kind. Each
+    slice by MIG is a node too: it forms no group."""
     kinds, nodes = kinds_of(gpus), dict[tuple[int, int, int], int]()
     of: dict[int, int] = {}
     for gpu in sorted(gpus, key=lambda gpu: (gpu.node, gpu.id)):
@@ -134,7 +134,7 @@ def offloads(scenario: Scenario) -> KVOffloading | None:
 
 
 def copied_s(served: ServedModel, scenario: Scenario) -> float:
-    """What the copy of a token's KV to the host adds to a step of an engine of this model."""
+    """Seconds a token that copying its KV to the host adds to a step of an engine of this model."""
     offloading = offloads(scenario)
     if offloading is None:
         return 0.0
@@ -154,12 +154,12 @@ def peak_activation_bytes(served: ServedModel, settings: EngineSettings) -> int:
 
 
 def fixed_bytes(served: ServedModel, settings: EngineSettings) -> int:
-    """All that an engine needs before any KV, of the usable bytes of each of its GPUs."""
+    """Bytes that an engine needs before any KV, of the usable bytes of each of its GPUs."""
     return resident_bytes(served, settings) + peak_activation_bytes(served, settings)
 
 
 def outside_bytes(served: ServedModel, settings: EngineSettings) -> int:
-    """What an engine needs of each of its GPUs outside of the usable bytes: nothing where these hold all of it."""
+    """Bytes that an engine needs of each of its GPUs outside of the usable bytes; 0 where the usable bytes hold everything."""
     return _process_bytes(served, settings) + _activation_bytes(served, settings) if settings.static_part else 0
 
 
@@ -182,9 +182,9 @@ def static_fraction(memory_bytes: int, chunk_tokens: int, tp: int, ranks: int = 
     """The part of a GPU that SGLang 0.5 takes for weights and KV memory unless told.
 
     Outside lie 512 MiB, 1.5 MiB a token of a prefill chunk, and 128 MiB a GPU of the group of ``tp`` GPUs. Each sequence of
-    the largest CUDA graph takes 2 MiB. With attention in data parallel over ``ranks``, each takes 3 MiB a rank more, 4.5 in
-    graphs over 300. Source: SGLang's rule for ``mem_fraction_static`` (pull request 10975, server_args),
-    which cuts it to three digits.
+    the largest CUDA graph takes 2 MiB. Under data-parallel attention over ``ranks``, each of these sequences takes 3 MiB a
+    rank more, or 4.5 MiB in graphs of over 300. Source: SGLang's rule for ``mem_fraction_static`` (pull request 10975,
+    server_args), which cuts it to three digits.
     """
     graph_sequences = 256 if tp < 4 else 512
     reserved_mib = 512 + 1.5 * max(chunk_tokens, 2048) + 2 * graph_sequences + 128 * tp
@@ -209,7 +209,7 @@ def check_outside(scenario: Scenario, instances: Sequence[Instance]) -> None:
 def tenants_on(
     scenario: Scenario, instances: Sequence[Instance], demands: Mapping[str, ModelDemand]
 ) -> dict[int, list[Tenant]]:
-    """By GPU, what each engine needs there; engines are numbered in the order of ``instances``."""
+    """The tenants of each GPU, one for each engine there. Engines are numbered in the order of ``instances``."""
     served, settings = {model.id: model for model in scenario.models}, scenario.engine
     tenants: dict[int, list[Tenant]] = {}
     for engine, instance in enumerate(instances):
@@ -230,7 +230,8 @@ def tenants_on(
 def claimed(
     slots: Sequence[GpuSlot], instances: Sequence[Instance], served: Mapping[str, ServedModel], settings: EngineSettings
 ) -> MemoryLedger:
-    """The GPUs with what these engines, 0, 1, ... in their order, claim of them. Raises ScenarioError if they do not fit."""
+    """The ledger of the GPUs after the claims of these engines, which are numbered 0, 1, ... in their order. Raises
+    ScenarioError if they do not fit."""
     ledger = MemoryLedger.of(slots)
     for engine, instance in enumerate(instances):
         try:
@@ -257,11 +258,11 @@ def build_manager(
     *,
     virtual: int | None = None,
 ) -> GpuMemory:
-    """The KV memory of one GPU with ``usable`` bytes, of which these tenants leave some, under a system's memory policy. Raises
-    ScenarioError when it cannot be.
+    """The KV memory of one GPU under a system's memory policy: the part of its ``usable`` bytes that these tenants leave.
+    Raises ScenarioError where it cannot be built.
 
-    ``loners`` are engines that share none of their GPUs; ``virtual`` bytes are the most that there may ever be for KV, by
-    default what there is now.
+    ``loners`` are engines that share none of their GPUs; ``virtual`` is the most bytes that KV may ever have, by default the
+    bytes that it has now.
     """
     kv_bytes = usable - sum(tenant.fixed_bytes for tenant in tenants)
     blocks = {tenant.engine: tenant.block for tenant in tenants}

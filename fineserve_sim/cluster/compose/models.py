@@ -1,4 +1,4 @@
-"""From a scenario of many models to a cluster that stands ready, whose engines stay or come and go."""
+"""Builds a ready cluster from a scenario of many models, whose engines stay or come and go."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _residency(scenario: Scenario, demands: Mapping[str, ModelDemand], slots: Se
 
 
 def links_of(scenario: Scenario, clock: Clock) -> Links:
-    """All links of the GPUs, those to host memory at the rate that the system or the engines say."""
+    """All links of the GPUs. Links to host memory have the rate that the system or the engine settings give, if any."""
     memory, offloading = scenario.system.memory, scenario.engine.kv_offloading
     host_bytes_per_s = offloading.bytes_per_s if offloading is not None else None
     return Links(
@@ -185,8 +185,8 @@ def cluster_of(
 
 
 class Builder:
-    """What the engines of a scenario and their schedulers are built from. ``ledger``: what engines claim of each GPU, and its
-    KV memory. ``tenants`` of the placement and ``managers``, the KV memories, by GPU: those with engines, or all where
+    """Builds the engines of a scenario and their schedulers. ``ledger``: the bytes that engines claim of each GPU, and its KV
+    memory. ``tenants``: of the placement, by GPU. ``managers``: the KV memories by GPU, of GPUs with engines, or of all where
     engines come and go."""
 
     def __init__(self, scenario: Scenario, placed: Placed) -> None:
@@ -218,11 +218,11 @@ class Builder:
                 self.managers[slot.id] = manager
 
     def seats(self) -> list[Seat]:
-        """All of the placement."""
+        """A seat for each instance of the placement."""
         return [self.seat(id, instance.model, instance.gpus) for id, instance in enumerate(self.placement.instances)]
 
     def seat(self, engine: int, model: str, gpus: tuple[int, ...]) -> Seat:
-        """An engine comes to these GPUs; it does not exist yet."""
+        """The seat of a new engine on these GPUs; the engine does not exist yet."""
         memory = self._scenario.system.memory
         share = sm_share(self._scenario, self.served[model], [self._gpus[gpu] for gpu in gpus])
         self.contention.join(engine, gpus, share)
@@ -236,8 +236,8 @@ class Builder:
         return Seat(engine, model, self._step(model, gpus), kv, min(longest, kv.capacity_tokens()), settings)
 
     def engine(self, seat: Seat, cluster: Cluster, *, alone: bool) -> Engine:
-        """An engine of the placement, once all have seats. One that shares nothing goes its own way if no scheduler is asked
-        for it (``alone``) and no client waits for the ends of its requests."""
+        """An engine of the placement, once all have seats. Its executor is ``Lone`` only if it shares nothing, no scheduler is
+        asked for it (``alone``) and no client waits for its requests."""
         wakeups = self.wakeups[self.placement.instances[seat.engine].gpus[0]]
         shares_gpu = self.contention.contended(seat.engine)
         engine = seated(seat, cluster)

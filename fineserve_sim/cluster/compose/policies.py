@@ -166,7 +166,7 @@ def _spots(entry: specs.TimetableEntry) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def build_activation_cost(spec: specs.ResidencySpec) -> ActivationCost:
-    """What ``Activate`` takes. A QLM swap has one length, whatever the model."""
+    """The time that ``Activate`` takes. A QLM swap takes equally long for every model."""
     if isinstance(spec, specs.QlmResidencySpec):
         return ActivationCost(spec.swap_s, float("inf"), float("inf"))
     cost = activation_cost(**spec.model_dump(include=_LOADING - {"loader"}))

@@ -1,5 +1,5 @@
-"""What an operator profiles of an engine: its step times, what it reaches at each batch size, what chunks cost, which SMs it
-needs. This depends on geometry, precision, GPU, settings and expected load only, so it is computed once a process."""
+"""An operator's profile of an engine: its step times, its throughput at each batch size, the cost of chunks, the SMs that it
+needs. It depends on geometry, precision, GPU, settings and expected load only, so it is computed once a process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def step_model(
     copied_s: float = 0.0,
 ) -> StepModel:
     """The step times of one engine of ``served`` on GPUs of this type, with today's attention kernel or another. ``copied_s``:
-    what copies of its KV add, a token. Raises ScenarioError for a table of measured steps without such an engine."""
+    seconds a token that copies of its KV add. Raises ScenarioError for a table of measured steps without such an engine."""
     alike = EngineSettings(
         deployment=settings.deployment,
         latency=settings.latency,

@@ -14,7 +14,7 @@ from fineserve_sim.policy.memory.preemption import preemption_victim
 
 
 class VllmBatching(Batching):
-    """Decodes first, then prompt chunks for what the budget leaves."""
+    """Decodes first, then prompt chunks with the rest of the token budget."""
 
     def __init__(self, engine: Engine) -> None:
         super().__init__(engine)
@@ -32,8 +32,8 @@ class VllmBatching(Batching):
         lane.chunks = self.prompt_chunks(lane) if queue.waiting or queue.prefilling else []
 
     def _make_room(self, lane: Lane, growing: Collection[SequenceState], now: float) -> None:
-        """Requests of the lane give way, the latest arrival first, until all that grow have their block. Those with a prompt
-        chunk in flight go on."""
+        """Requests of the lane give way, the latest arrival first, until all that grow have their block. Requests with a
+        prompt chunk in flight go on."""
         engine = self._engine
         computing = {sequence for other in engine.lanes if other.launched for sequence, _, _ in other.chunks}
         while growing and not self._kv.grow_each(growing):
@@ -74,7 +74,7 @@ class VllmBatching(Batching):
         return sequence, done, tokens
 
     def _begin_prefill(self, queue: Queue, most: int) -> PromptChunk | None:
-        """The first waiting sequence starts behind what is cached of its prefix, if there is memory for its first chunk."""
+        """The first waiting sequence starts after the cached part of its prefix, if there is memory for its first chunk."""
         sequence = queue.waiting[0]
         reused = 0
         if sequence.prefix is not None:

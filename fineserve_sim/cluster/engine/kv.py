@@ -2,10 +2,10 @@
 
 An engine needs a memory on each GPU of its TP group, or on each of its stages. There are three cases.
 
-* Engines share the memory (``EngineKV``). Blocks have names, for the blocks that one engine holds decide what the others can
-  get. A sequence keeps its block ids.
-* The engine has a private pool (``CountedBlocks``). Its blocks are interchangeable, so they are only counted. What a sequence
-  holds follows from its cached tokens.
+* Engines share the memory (``EngineKV``). Blocks have names, since the blocks that one engine holds decide which blocks others
+  can get. A sequence keeps its block ids.
+* The engine has a private pool (``CountedBlocks``). Its blocks are interchangeable, so they are only counted. The number of a
+  sequence's blocks follows from its cached tokens.
 * The engine has a private pool and caches prefixes (``PrefixBlocks``). A block has a name again, the same in every memory.
 """
 
@@ -129,8 +129,8 @@ class EngineKV:
         return True
 
     def release(self, sequence: SequenceState, *, computed: bool = True) -> None:
-        """Take back all blocks of a sequence that does not decode (any more). Without ``computed`` its cached tokens were still
-        under way, so no block is kept for others."""
+        """Take back all blocks of a sequence that does not decode (any more). If it is not ``computed``, the KV of its cached
+        tokens was still under way, so no block is kept for others."""
         if not sequence.blocks:
             return
         if computed and self._caches and (keys := self._keys(sequence, sequence.cached_tokens)):

@@ -3,8 +3,8 @@
 A link carries one chunk at a time, in one direction, at its full rate. Each transfer is cut into chunks of its own size.
 After each chunk the link looks again, and the waiting transfer of the highest priority goes on (the lowest number;
 first come, first served among equals). So an urgent transfer waits for one chunk at most, and a transfer without chunks
-is not interrupted: that is the difference between KunServe's coordinated exchange and a plain queue. What a link
-carries in all is its rate times its busy time, in any order.
+is not interrupted: that is the difference between KunServe's coordinated exchange and a plain queue. The bytes that a link
+carries in all are its rate times its busy time, in any order.
 
 Links belong to GPUs. Every cluster has one table of them (``Links``).
 """
@@ -93,7 +93,7 @@ class Link:
 
 
 class GpuLinks(NamedTuple):
-    """What leaves some GPUs taken together: to other nodes, to GPUs of the same node, and to and from host memory."""
+    """The links of some GPUs taken together: to other nodes, to GPUs of the same node, and to and from host memory."""
 
     network: Link
     node: Link

@@ -1,9 +1,9 @@
 """The executor of an engine that nothing disturbs: alone on its GPUs, with pools of its own, and no scheduler to ask.
 
-What such an engine does depends on its own requests only, and no other engine depends on it. So its starts and step ends need
-no place in the clock's queue. It is enough to go through them when the host looks (``catch_up``), each request at its time.
-The moment of the look is known then, so one span reaches up to it, through the ends of sequences. Times, memory and their
-order are those of ``Spans``.
+Such an engine depends on its own requests only, and no other engine depends on it. So its starts and step ends need no place
+in the clock's queue. It is enough to go through them when the host looks (``catch_up``), each request at its time. The moment
+of the look is known then, so one span reaches up to it, through the ends of sequences. Times, memory and their order are as in
+``Spans``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """KunServe's lookahead (section 4.3): vLLM's batching, with prompt chunks that take the stages of a pipeline equally long.
 
-The plan covers all that waits and fits in memory. Each batch gets one part of it, by request and tokens. Memory is taken when
-a batch is formed; when that fails, the plan is void. With little work the token count decides, as the paper does outside of
-bursts.
+The plan covers all prompts that go on or wait, as far as they fit in memory. Each batch gets one part of it, by request and
+tokens. Memory is taken when a batch is formed; when that fails, the plan is void. With little work the chunks follow the token
+count, as in the paper outside of bursts.
 """
 
 from __future__ import annotations

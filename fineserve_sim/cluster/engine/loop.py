@@ -38,9 +38,9 @@ NEVER: Final = float("inf")
 
 
 class EngineHost(ABC):
-    """The cluster around an engine: what an engine tells it, and what an engine asks. ``order`` is that of the event under
-    way. With ``logs`` the host writes down what is computed. With ``attentive`` it looks at each launch. A fleet that tells
-    engines to stop, or sequences to leave them, hears of it by ``stopped``, ``leaves`` and ``prefilled``."""
+    """The cluster around an engine: the calls by which an engine tells it news or asks it. ``order`` is the order of the event
+    under way. With ``logs`` the host writes down each computed batch or span. With ``attentive`` it looks at each launch. A
+    fleet that tells engines to stop, or sequences to leave them, hears of it by ``stopped``, ``leaves`` and ``prefilled``."""
 
     # A base class and no protocol: compiled code calls the methods of a protocol by their names.
     engines: dict[int, Engine]
@@ -91,7 +91,7 @@ class EngineHost(ABC):
 
 
 class Batching(ABC):
-    """A policy of the engine: what is in the next batch. It takes its place as ``engine.batching``."""
+    """The policy that chooses the contents of the engine's next batch. It becomes ``engine.batching``."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
@@ -140,14 +140,14 @@ class Tier(ABC):
 
     @abstractmethod
     def lose(self) -> None:
-        """The engine is lost, and what is in this tier with it: its sequences join the stalled ones, without KV."""
+        """The engine is lost, and the KV in this tier with it: the tier's sequences join the stalled ones, without KV."""
 
 
 class Executor(ABC):
-    """How batches take time, and on what. It takes its place as ``engine.executor``.
+    """The part that runs batches in time, on an instance or a pipeline. It becomes ``engine.executor``.
 
-    ``order`` is that of its step ends among simultaneous events. ``next_boundary_s``: the next boundary to settle inside what
-    is computed. ``events`` counts the events that did not go through the clock.
+    ``order`` is the rank of its step ends among simultaneous events. ``next_boundary_s``: the next boundary to settle inside
+    the span under way. ``events`` counts the events that did not go through the clock.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -177,7 +177,7 @@ class Executor(ABC):
         """Plan anew after the iteration in flight. Its earlier boundaries must be settled."""
 
     def rescale(self, now: float, slowdown: float) -> None:
-        """The contention changes: what is under way takes proportionally longer or shorter."""
+        """The contention changes: the work under way takes proportionally longer or shorter."""
         self.engine.slowdown = slowdown
 
     def stop(self, now: float) -> None:
@@ -192,7 +192,7 @@ class Executor(ABC):
 
 
 class Engine(State):
-    """The loop of one engine, and what others may do with it. Its state is that of ``State``."""
+    """The loop of one engine, and the calls that others may make to it. ``State`` has its state."""
 
     batching: Batching
     executor: Executor
@@ -230,7 +230,7 @@ class Engine(State):
             self.executor.rest(lane, now)
 
     def complete(self, lane: Lane, now: float) -> bool:
-        """The lane's batch is done: tokens come out, sequences finish or go on to decode. Whether memory came back."""
+        """The lane's batch is done: tokens come out, sequences finish or go on to decode. Returns whether memory came back."""
         lane.launched = False
         finished = lane.decodes.advance() if lane.decoding else []
         if not lane.decoding:
@@ -274,7 +274,7 @@ class Engine(State):
             (min(self.lanes, key=lambda lane: lane.size) if len(self.queues) == 1 else lane).joining.append(sequence)
 
     def retire(self, finished: Iterable[SequenceState], now: float) -> None:
-        """These have their last token."""
+        """Free the blocks of sequences that have their last token, and tell the host."""
         for sequence in finished:
             self.kv.release(sequence)
             self.host.finished(self, sequence, now)
@@ -307,14 +307,15 @@ class Engine(State):
 
     def _bound_output(self, sequence: SequenceState) -> None:
         """Here a sequence ends at ``max_tokens`` at the latest, as vLLM's requests do at max_model_len. It gets one token more
-        at least. What another engine bound it to counts no more."""
+        at least. The bound of an earlier engine counts no more."""
         sequence.output_tokens = sequence.asked_tokens
         if sequence.prompt_tokens + sequence.asked_tokens > self.max_tokens:
             most = max(self.max_tokens - sequence.prompt_tokens, sequence.generated_tokens + 1)
             sequence.output_tokens = min(sequence.asked_tokens, most)
 
     def preempt(self, sequence: SequenceState, lane: Lane, now: float) -> None:
-        """Recompute it later: free its blocks, put it to the front of the queue, generated tokens as part of its prompt."""
+        """Free the blocks of a sequence and put it back in the queue. Its KV is recomputed later, with generated tokens as
+        part of its prompt."""
         if sequence in lane.decodes:
             lane.decodes.remove(sequence)
         else:
@@ -372,7 +373,8 @@ class Engine(State):
         self.executor.replan(now)
 
     def dissolve(self) -> list[SequenceState]:
-        """End the engine between two iterations. Returns what had started, oldest first, with cached tokens and no blocks."""
+        """End the engine between two iterations. Returns the sequences that had started, oldest first, with cached tokens and
+        no blocks."""
         started = sorted(self.take_started(), key=arrival_order)
         for sequence in started:
             self.kv.release(sequence)

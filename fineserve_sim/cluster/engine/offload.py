@@ -1,9 +1,9 @@
-"""A prefix cache in host memory, below that of the engine's GPUs, as vLLM's offloading connector keeps it.
+"""A prefix cache in host memory, below the cache of the engine's GPUs, as in vLLM's offloading connector.
 
-What the cache of the GPUs records is copied to the host as well, over the host link, while the engine computes. So blocks that
-the GPUs give up are still there. A request that starts is first looked up on the GPUs, then on the host. If the host has more,
-it gets all its blocks and is stalled until the copy has arrived; others start meanwhile. Then it prefills what is left. A
-preempted request finds its own KV in the same way.
+Each block that the GPUs' cache records is copied to the host as well, over the host link, while the engine computes. So the
+host still has blocks that the GPUs give up. A request that starts is first looked up on the GPUs, then on the host. If the
+host has more, it gets all its blocks and is stalled until the copy has arrived; others start meanwhile. Then it prefills the
+rest. A preempted request finds its own KV in the same way.
 
 Left out: blocks that the GPUs give up before their copy has left stay there in vLLM, for the milliseconds that it takes.
 """
@@ -28,7 +28,8 @@ TIMER: Final = order_of(Kind.TIMER, 0)
 
 
 class OffloadedBlocks(PrefixBlocks):
-    """Named blocks, with a copy of each recorded one in ``host``. ``block_bytes`` are those on all GPUs of the engine."""
+    """Named blocks, with a copy of each recorded one in ``host``. ``block_bytes``: of one block, over all GPUs of the
+    engine."""
 
     def __init__(
         self, pools: Sequence[PagedPool], block_tokens: int, host: HostCache, links: GpuLinks, block_bytes: int
@@ -39,11 +40,12 @@ class OffloadedBlocks(PrefixBlocks):
         self.on_written: Callable[[float], None] | None = None
 
     def to_prefill(self, sequence: SequenceState) -> tuple[int, ...]:
-        """The keys of what it must prefill, but for one token, which yields the next."""
+        """The keys of the full blocks that the sequence must prefill, without its last token, which must be computed to yield
+        the next."""
         return self._keys(sequence, sequence.target_tokens - 1)
 
     def lookup(self, sequence: SequenceState) -> tuple[int, int]:
-        """Blocks of what it must prefill that the GPUs have, and those that the host has behind them."""
+        """How many leading blocks of the sequence's prefill the GPUs have, and how many the host has behind them."""
         keys = self.to_prefill(sequence)
         here = self._blocks.found(keys)
         return here, self.host.match(keys, here)
@@ -107,7 +109,7 @@ class Offloading(PrefixTier):
         engine.host.ask_again(engine, now)
 
     def _written(self, now: float) -> None:
-        """The host has more: the first that waits may need less memory than it did."""
+        """The host has more blocks: the first waiting request may need less memory than before."""
         engine = self._engine
         if engine.waiting and not engine.gone:
             engine.host.order = TIMER

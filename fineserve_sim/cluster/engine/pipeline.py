@@ -84,8 +84,8 @@ class Pipeline(Executor):
             engine.host.rested(engine, now)
 
     def _unblock(self, lane: Lane, now: float) -> None:
-        """Preempt partial prefills while nothing under way would free memory. In an engine that closes even the last one gives
-        way, for others compete for the memory."""
+        """Preempt partial prefills while nothing under way would free memory. In an engine that closes even the last partial
+        prefill gives way, since other engines compete for the memory."""
         engine = self.engine
         least = 1 if engine.closing else 2
         while not (lane.chunks or engine.busy or engine.stalled or any(other.size for other in engine.lanes)):

@@ -1,4 +1,4 @@
-"""The executor of data-parallel ranks, which step together (``latency/ranks.py`` says what a step is made of).
+"""The executor of data-parallel ranks, which step together (``latency/ranks.py`` has the parts of a step).
 
 Each rank is an engine with a queue, KV and a batch of its own. All form their batches at one moment. The step lasts as long as
 the slowest of them, and all end it together. A rank without requests takes part in it with a dummy token. When no rank has a
@@ -27,7 +27,7 @@ class Together:
         return len(self._ranks)
 
     def join(self, rank: Rank) -> None:
-        """An engine with a higher id than those before."""
+        """Add a rank; the id of its engine is higher than all earlier ones."""
         self._ranks.append(rank)
 
     def start(self, now: float) -> None:

@@ -28,8 +28,8 @@ from fineserve_sim.policy.interfaces import Request
 
 
 class Prefix(NamedTuple):
-    """What is known of a sequence's tokens: ``ids`` of its prefixes, one for each ``id_tokens`` tokens. They say nothing
-    beyond ``known_tokens``. Equal ids mean equal tokens from the first one on."""
+    """The known prefixes of a sequence: ``ids``, one for each ``id_tokens`` tokens. The ids say nothing beyond
+    ``known_tokens``. Equal ids mean equal tokens from the first one on."""
 
     ids: tuple[int, ...]
     id_tokens: int
@@ -45,7 +45,7 @@ class SequenceState:
 
     ``target_tokens`` are to be prefilled: the prompt, and after a loss of KV the generated tokens too. ``cached_tokens`` have
     their KV in memory, or in a step that is under way. While a sequence decodes, ``Decodes`` knows ``cached_tokens`` and
-    ``generated_tokens`` by its ``origin``, and writes both down when it leaves. ``prefix`` is what is known of its tokens.
+    ``generated_tokens`` by its ``origin``, and writes both down when it leaves. ``prefix`` has its known prefixes.
     ``blocks`` holds the block ids, where blocks have names, one list a memory.
     """
 
@@ -80,7 +80,7 @@ class SequenceState:
 
 @dataclass(slots=True, eq=False)
 class Waiting:
-    """A request that no engine has had yet: what its sequence will be made of. It is small, for an overload has many.
+    """A request that no engine has had yet, with the facts for its sequence. It is small, since an overload has many of them.
 
     ``output_tokens`` is the oracle. ``engine`` is the engine that it was bound to when it came, -1 for none."""
 
@@ -123,8 +123,8 @@ class Decodes:
         self.size += 1
 
     def advance(self, steps: int = 1) -> list[SequenceState]:
-        """So many steps are done: every sequence has as many tokens more. Removes and returns those whose last token has come,
-        in the order in which they joined."""
+        """So many steps are done: every sequence has as many tokens more. Removes and returns the sequences whose last token
+        has come, in the order in which they joined."""
         self.iteration += steps
         self.context_tokens += steps * self.size
         finished = []
@@ -135,7 +135,7 @@ class Decodes:
         return finished
 
     def remove(self, sequence: SequenceState) -> None:
-        """Take a sequence out before its end; what it has generated and cached by now is written down."""
+        """Take a sequence out before its end, and write down its generated and cached tokens."""
         self._due = [entry for entry in self._due if entry[2] is not sequence]
         self._remove(sequence)
 
@@ -244,7 +244,7 @@ class Queue:
         self.queued_blocks += self.demand_blocks(sequence)
 
     def put_back(self, sequence: SequenceState) -> None:
-        """To the front: a preempted sequence goes first."""
+        """Put a preempted sequence at the front, so that it goes first."""
         self.waiting.appendleft(sequence)
         self.queued_blocks += self.demand_blocks(sequence)
 
@@ -272,7 +272,7 @@ class Lane:
 
     ``chunks`` are the prompt parts of the batch in flight. ``joining`` sequences decode from the next batch on; ``leaving``
     ones stop before it. ``asked``: the lane waits for its turn. ``launched``: its batch is in flight. ``decoding``: the decodes
-    take part in it, as in each batch of vLLM; ``prompt_batches`` counts those without them."""
+    take part in it, as in each batch of vLLM; ``prompt_batches`` counts batches without decodes."""
 
     queue: Queue
     decodes: Decodes
@@ -296,7 +296,7 @@ class Lane:
 
     @property
     def started(self) -> int:
-        """Sequences that decode here, and what its queue has begun to prefill."""
+        """Sequences that decode here, and sequences that its queue has begun to prefill."""
         return self.size + len(self.queue.prefilling)
 
     @property

@@ -3,15 +3,15 @@
 * **Prefill first.** While prompts can be admitted, batches hold prompts alone, up to the token budget (its chunked prefill
   size), and decodes wait. A prompt that the budget cuts goes on in the next batch. In mixed mode the decodes
   join such batches, within the budget.
-* **Admission.** A prompt starts if the memory holds it, all that it may generate, and a part of what running requests may still
-  generate (``policy.memory.reserve``). After a refusal none is tried until a running request has left.
-* **Retraction.** A decode step that finds no memory sends requests back to the end of the queue until those that stay can go on
-  for 20 steps. They recompute their KV later, as preempted requests of vLLM do.
+* **Admission.** A prompt starts if the memory holds it, all tokens that it may generate, and a part of the tokens that running
+  requests may still generate (``policy.memory.reserve``). After a refusal none is tried until a running request has left.
+* **Retraction.** A decode step that finds no memory sends requests back to the end of the queue until the remaining ones can
+  go on for 20 steps. They recompute their KV later, as preempted requests of vLLM do.
 * **Overlap.** The scheduler puts a batch together while the one before runs. So a request that comes during a batch waits for
-  the next one, too, unless the engine is idle. That requests which end are noticed a step late is left out.
+  the next one, too, unless the engine is idle. SGLang notices the end of a request a step late; this is left out.
 
-Requests are served in order of arrival, SGLang's default. What a request may generate at most is its true output length here:
-benchmarks and replays of traces ask for exactly that (SGLang's own ``bench_serving`` does).
+Requests are served in order of arrival, SGLang's default. The limit on a request's output is its true output length here.
+Benchmarks and replays of traces ask for exactly that (SGLang's own ``bench_serving`` does).
 
 Source: SGLang's documentation (server arguments, hyperparameter tuning), its blog on the zero-overhead scheduler (v0.4), and
 descriptions of its scheduler, 0.4 to 0.5.
@@ -91,8 +91,8 @@ class SglangBatching(VllmBatching):
         return not self._refused_beside
 
     def _admit(self, lane: Lane, chunks: list[PromptChunk], known: int, left: int) -> None:
-        """Start of the first ``known`` that wait as many as fit beside what is kept for those that run, in ``left``
-        tokens."""
+        """Start waiting requests in order, at most ``known`` of them and ``left`` tokens, while they fit beside the memory
+        kept for running requests."""
         engine, queue, decodes, kv = self._engine, lane.queue, lane.decodes, self._kv
         kept_tokens = self._reserve.kept_tokens(decodes.steps_to_come(), decodes.iteration)
         kept_tokens += sum([wanted_tokens(0, _to_come(sequence)) for sequence, _, _ in chunks])
@@ -115,7 +115,7 @@ class SglangBatching(VllmBatching):
             self._retract(lane, now)
 
     def _retract(self, lane: Lane, now: float) -> None:
-        """Requests give way until those that stay can go on for some steps, or one is left."""
+        """Requests give way until the remaining ones can go on for some steps, or one is left."""
         engine, decodes = self._engine, lane.decodes
         members = {sequence.index: sequence for sequence in decodes}
         for victim in retraction_order(_running(lane)):

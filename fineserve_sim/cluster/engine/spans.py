@@ -38,7 +38,8 @@ Growth = tuple[float, int, Collection[SequenceState]]
 
 
 class Spans(Executor):
-    """``end_s`` is the end of the present span. ``promised_blocks`` is at least what the boundaries ahead in it will take."""
+    """``end_s`` is the end of the present span. ``promised_blocks`` is at least the number of blocks that its remaining
+    boundaries will take."""
 
     def __init__(self, engine: Engine, wakeups: Wakeups, *, shares_gpu: bool) -> None:
         super().__init__(engine)
@@ -72,8 +73,8 @@ class Spans(Executor):
             self.start(now)
 
     def rescale(self, now: float, slowdown: float) -> None:
-        """The contention changes: what is left of the iteration in flight takes proportionally longer or shorter, and so do
-        those behind it. The span's earlier boundaries must be settled."""
+        """The contention changes: the rest of the iteration in flight takes proportionally longer or shorter, and so do the
+        iterations behind it. The span's earlier boundaries must be settled."""
         if self._lane.launched:
             end_s = self._ends[self._settled]
             since_s = max(now, self._launched_s)
@@ -115,7 +116,7 @@ class Spans(Executor):
         return ends[before:settled]
 
     def recount_promise(self) -> None:
-        """Lower ``promised_blocks`` to what the boundaries still ahead in the present span will take."""
+        """Lower ``promised_blocks`` to the blocks that the remaining boundaries of the present span will take."""
         ahead = len(self._ends) - 1 - self._settled
         self.promised_blocks = self._decodes.blocks_ahead(ahead) if ahead > 0 else 0
 
@@ -218,7 +219,7 @@ class Spans(Executor):
 
 
 class Wakeups:
-    """The events of some engines. Engines that move one another's ends should share one object. Which engines do changes no
+    """The events of some engines. Engines that move one another's ends should share one object. The grouping changes no
     result."""
 
     def __init__(self, clock: Clock) -> None:
@@ -228,7 +229,7 @@ class Wakeups:
         self._calling = False
 
     def join(self, spans: Spans) -> None:
-        """An engine with a higher id than those before."""
+        """Add an engine, whose id is higher than all earlier ones."""
         self._spans.append(spans)
 
     def leave(self, spans: Spans) -> None:

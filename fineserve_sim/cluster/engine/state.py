@@ -1,4 +1,4 @@
-"""What is inside one engine, and what others see of it."""
+"""The state inside one engine, and the parts of it that others see."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ BatchSums = tuple[int, int, int, int, int, int]
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """An engine before it exists. ``max_tokens`` bounds prompt and output of a sequence together. The block size in
-    ``settings`` is that of its memory."""
+    """An engine before it exists. ``max_tokens`` bounds prompt and output of a sequence together. ``settings`` has the block
+    size of its memory."""
 
     engine: int
     model: str
@@ -31,7 +31,7 @@ class Seat:
 
     @property
     def able(self) -> bool:
-        """Without room for a prompt and a token the engine gets no requests: the controller turns them away."""
+        """Whether the engine has room for a prompt and a token; without it the controller turns requests away."""
         return self.max_tokens > 1
 
 
@@ -40,11 +40,12 @@ class PrefixTier(ABC):
 
     @abstractmethod
     def has_more(self, sequence: SequenceState) -> bool:
-        """Whether more of what the sequence is to prefill is there than its engine has itself."""
+        """Whether this tier has a longer part of the sequence's prefix than the engine itself."""
 
     @abstractmethod
     def fetch(self, queue: Queue) -> bool:
-        """The first that waits gets blocks, and its prefix comes into them. False, and nothing done, when they do not fit."""
+        """The first waiting sequence gets blocks, and its prefix is copied into them. False, and nothing done, when they do
+        not fit."""
 
 
 class State:
@@ -133,11 +134,11 @@ class State:
         return [sequence for queue in self.queues for sequence in queue.prefilling]
 
     def too_long(self, sequence: SequenceState) -> bool:
-        """The memory could not hold what the sequence is to prefill, and a token more, even if it were empty."""
+        """Whether even the empty memory could not hold the tokens that the sequence must prefill, and one more."""
         return sequence.target_tokens >= self.kv.capacity_tokens()
 
     def state(self) -> EngineState:
-        """What a scheduler sees. Requests that were dispatched and have not started yet count as running."""
+        """The state that a scheduler sees. Requests that were dispatched and have not started yet count as running."""
         promised = self.requests
         return EngineState(
             running=promised,
@@ -149,7 +150,7 @@ class State:
         )
 
     def load(self, *, shortest: bool = False) -> EngineLoad:
-        """What a dispatcher sees; ``shortest`` names the running request that a migration would move, too."""
+        """The load that a dispatcher sees; ``shortest`` also names the running request that a migration would move."""
         used_blocks, queue = self.kv.used_blocks(), self.queues[0]
         queued_blocks, head_blocks = queue.queued_blocks, queue.head_blocks
         if len(self.queues) > 1:
@@ -168,7 +169,7 @@ class State:
         return min(chain.from_iterable(held), default=(0, None))
 
     def _fullest_bytes(self, used_blocks: int) -> int:
-        """The most KV bytes on one of the stages, less what is kept for sequences to come."""
+        """The most KV bytes on one of the stages, less the bytes kept for sequences to come."""
         kept_bytes = [(pool.held_blocks - used_blocks) * pool.block_bytes for pool in self.kv.pools]
         return max([stage.kv.used_bytes - kept for stage, kept in zip(self.stages, kept_bytes, strict=True)])
 

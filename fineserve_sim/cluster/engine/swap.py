@@ -1,7 +1,7 @@
 """A tier of KV in host memory (InferCept): when KV memory runs out, sequences are swapped there rather than recomputed.
 
 Swapping overlaps with computing. Copies cross the host link while other sequences run, so in a step of t seconds at most rate
-times t bytes leave, and as many come back. To have blocks in time, the tier looks two steps ahead. Blocks are free once their
+times t bytes leave, and as many come back. The tier looks two steps ahead, to have blocks in time. Blocks are free once their
 copy is done; a decode that finds none pauses. Swapped sequences come back first come first served, before anything new starts.
 """
 
@@ -24,7 +24,7 @@ class HostTier(Tier):
     """Swap space without limit, for counted blocks of ``block_bytes`` over all GPUs of the engine.
 
     A sequence in ``engine.swapped`` is in one of four states: leaving, ``_away`` (oldest first), on its way back, or
-    ``_paused`` (it needs a block, and keeps those that it has).
+    ``_paused`` (it needs one more block, and keeps its others).
     """
 
     boundaries_ahead = 2

@@ -1,8 +1,8 @@
 """Engines that share a GPU slow one another down.
 
-Each GPU has a law (``fineserve_sim.latency.sharing``): from what the batches of its engines need, how many times longer each
-one's step lasts than alone. A demand belongs to a batch composition; it changes when a request joins, leaves or changes phase,
-or when the engine idles. An engine over several GPUs keeps the pace that it has on its slowest one.
+Each GPU has a law (``fineserve_sim.latency.sharing``). It takes the demands of the batches there, and tells how many times
+longer each engine's step lasts than alone. A demand belongs to a batch composition; it changes when a request joins, leaves or
+changes phase, or when the engine idles. An engine over several GPUs keeps the pace that it has on its slowest one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from fineserve_sim.latency.sharing import IDLE, Demand, SharingLaw
 
 @dataclass(slots=True, eq=False)
 class _SharedGpu:
-    """A GPU with its law: what that sees of the engines here, and the ``paces`` that follow, by engine."""
+    """A GPU with its law. By engine, ``seen`` is the demand as the law sees it, and ``paces`` are the slowdowns that
+    follow."""
 
     law: SharingLaw
     seen: dict[int, Any] = field(default_factory=dict)
@@ -25,7 +26,7 @@ class _SharedGpu:
 
 @dataclass(slots=True, eq=False)
 class _Place:
-    """Where an engine is, the part of the SMs that it may take there, and who else is on one of its GPUs, by id."""
+    """The GPUs of an engine, the part of the SMs that it may take there, and the other engines on any of its GPUs, by id."""
 
     gpus: tuple[_SharedGpu, ...]
     sm_share: float
@@ -37,7 +38,8 @@ class _Place:
 
 
 class Contention:
-    """``slowdowns`` by engine, of those that are here, and ``gpus_of`` them; the engines ``on`` each GPU. ``laws`` by GPU."""
+    """The ``slowdowns`` and the GPUs (``gpus_of``) of the present engines, by engine; ``on`` gives the engines of a GPU.
+    ``laws`` by GPU."""
 
     def __init__(self, laws: Mapping[int, SharingLaw]) -> None:
         self._gpus = {gpu: _SharedGpu(law) for gpu, law in laws.items()}
@@ -49,8 +51,8 @@ class Contention:
         return self._gpus[gpu].seen.keys()
 
     def join(self, engine: int, gpus: tuple[int, ...], sm_share: float = 1.0) -> None:
-        """An idle engine comes to these GPUs, to take at most this part of the SMs. Ids only ever grow. Costs what is there,
-        not all GPUs."""
+        """An idle engine comes to these GPUs, to take at most this part of the SMs. Ids only ever grow. The cost grows with
+        the engines on these GPUs, not with all GPUs."""
         self.gpus_of[engine] = gpus
         place = self._places[engine] = _Place(tuple(self._gpus[gpu] for gpu in gpus), sm_share)
         self.set_demand(engine, IDLE)
@@ -66,7 +68,7 @@ class Contention:
         self._meet_neighbours(place.neighbours)
 
     def contended(self, engine: int) -> bool:
-        """Whether its pace may ever differ from that alone on the whole GPU."""
+        """Whether the engine's pace may ever differ from its pace alone on the whole GPU."""
         place = self._places[engine]
         return bool(place.neighbours) or place.sm_share < 1.0
 

@@ -1,9 +1,9 @@
-"""Engines whose KV memory is one: what one takes, the others no longer have.
+"""Engines that share one KV memory: a block that one engine takes is gone for the others.
 
 Inside a span an engine takes blocks at its iteration boundaries without an event. Two facts keep that exact. Boundaries
-are settled in the order of their times over all engines of the domain, before anyone looks at the memory. And a span is
-only as long as its blocks are sure: those of all spans together fit, whatever the order. An engine with pools of its
-own is a domain by itself: nobody else looks at its memory, and counting its blocks is enough.
+are settled in the order of their times over all engines of the domain, before anything reads the memory. And a span is
+only as long as its blocks are sure: the blocks of all spans together fit, in any order. An engine with pools of its
+own is a domain by itself: no other engine looks at its memory, and counting its blocks is enough.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 
 
 class MemoryDomain:
-    """A connected set of engines over shared memories. Pipelines over the same instances are one, too: they plan batches one by
-    one, so nothing is promised to them, and the instances check their bytes."""
+    """A connected set of engines over shared memories. Pipelines over the same instances are one domain, too: they plan
+    batches one by one, so nothing is promised to them, and the instances check their bytes."""
 
     def __init__(self, engines: Sequence[Engine], memories: Sequence[GpuMemory] = ()) -> None:
         self.engines = tuple(engines)
@@ -65,7 +65,7 @@ class MemoryDomain:
         return most
 
     def promises_hold(self, taker: Engine) -> bool:
-        """What the other engines' spans will take still fits after ``taker`` took blocks outside a span."""
+        """Whether the blocks promised to the other engines' spans still fit after ``taker`` took blocks outside a span."""
         if self._promises_fit():
             return True
         self._recount(self._spans[taker.index])
@@ -154,7 +154,7 @@ def connected(parts: Mapping[int, Collection[Hashable]]) -> list[tuple[int, ...]
 
 
 def _in_turn(growths: Sequence[Growth]) -> Sequence[Growth]:
-    """By time, then engine; one engine's growths in a row come to one."""
+    """The growths in the order of time, then engine; consecutive growths of one engine become one."""
     turns: list[tuple[float, int, list[SequenceState]]] = []
     for end_s, index, sequences in sorted(growths, key=itemgetter(0, 1)):
         if turns and turns[-1][1] == index:
