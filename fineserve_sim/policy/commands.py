@@ -47,7 +47,7 @@ class Activate(NamedTuple):
 class Evict(NamedTuple):
     """Take an engine from its GPUs. No request is dispatched to it any more; its weights stay in host memory.
 
-    With ``drain`` it first ends the requests that it has, and ``EngineDrained`` follows. Without, its memory is free at once,
+    With ``drain`` it first ends its requests, and ``EngineDrained`` follows. Without ``drain``, its memory is free at once,
     and its requests lose their KV (``RequestReturned``).
     """
 

@@ -114,8 +114,8 @@ class Controller:
     """Routes requests, asks local schedulers, and remembers which engine each waiting request is bound to.
 
     ``routes`` maps each model to its instances, which never change; ``FleetController`` has engines that come and go.
-    ``schedulers`` maps the engines that one scheduler serves to it. With None, requests go to the engine's own queue at once.
-    ``stays`` says why other events cannot be.
+    ``schedulers`` maps the engines that one scheduler serves to it. Where the scheduler is None, requests go to the engine's
+    own queue at once. ``stays`` says why other events cannot be.
     """
 
     stays = "the engines of this controller are always resident"

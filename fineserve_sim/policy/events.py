@@ -12,7 +12,7 @@ class RequestArrived(NamedTuple):
 
 
 class RequestReturned(NamedTuple):
-    """An engine gave a request back, or lost it. The request waits again; what it generated is part of its prompt."""
+    """An engine gave a request back, or lost it. The request waits again; its generated tokens are part of its prompt."""
 
     request: Request
 
@@ -37,8 +37,8 @@ class Tick(NamedTuple):
     """The state of everything now, as the controller asked by ``next_tick_s`` or by the command ``Survey``.
 
     * ``running``: by engine, how many requests were dispatched to it and have not ended; engines without any are left out.
-    * ``free_bytes``: by GPU, what the weights of another model could take. Weights and contexts of all engines, also of those
-      that load, and KV in use are taken off usable memory.
+    * ``free_bytes``: by GPU, the bytes that the weights of another model could take. Weights and contexts of all engines, also
+      of those that load, and KV in use are taken off usable memory.
     * ``loads``: by engine, where the controller dispatches by them.
     """
 
@@ -66,7 +66,7 @@ class EnginesResized(NamedTuple):
     """The KV tokens that each of these engines can hold from now on, if no other engine holds any.
 
     It follows when a GPU gets more or fewer engines. The memory counts whole blocks. Before its first such event, an engine
-    is taken to hold what the largest GPU could.
+    counts with the tokens that it would hold alone on the largest GPU.
     """
 
     kv_tokens: dict[int, int]

@@ -1,4 +1,4 @@
-"""The words that policies and drivers share: requests, what is visible of an engine, and the policy protocols.
+"""The types that policies and drivers share: requests, the visible state of an engine, and the policy protocols.
 
 Units: seconds are floats, tokens and bytes are ints; names carry the unit last.
 """
@@ -25,7 +25,7 @@ class EngineState(NamedTuple):
     * ``running``: sequences that hold a slot, decoding or in prefill.
     * ``decoding``: sequences past their prefill.
     * ``prefill_tokens``: prompt tokens that are admitted and not yet computed.
-    * ``free_kv_tokens``: what the engine's KV memory could still take.
+    * ``free_kv_tokens``: tokens that the engine's KV memory could still take.
     * ``slowdown``: the present contention factor of its GPU, at least 1.
     """
 
@@ -40,9 +40,9 @@ class EngineState(NamedTuple):
 class EngineLoad(NamedTuple):
     """A dispatcher's or global memory manager's view of one engine at one moment. Blocks are KV blocks of the whole model.
 
-    * ``queued_blocks``: what the prompts of all its waiting requests need; ``head_blocks``: what the first one needs.
-    * ``running``: requests that have a slot; ``stalled``: those of them that wait for KV on its way.
-    * ``fullest_bytes``: the most KV bytes on one of its instances, less what is kept for sequences to come.
+    * ``queued_blocks``: blocks for the prompts of all its waiting requests; ``head_blocks``: blocks for the first one.
+    * ``running``: requests that have a slot; ``stalled``: the running requests that wait for KV on its way.
+    * ``fullest_bytes``: the most KV bytes on one of its instances, less the bytes kept for sequences to come.
     * ``shortest``: the running request with the fewest blocks, where asked for and if any may be moved.
     """
 
@@ -76,10 +76,10 @@ def prompt_pairs(tokens: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class EngineFacts:
-    """What never changes of an engine.
+    """The constant facts about an engine.
 
-    ``prefill_tokens_per_s`` is measured alone. ``slo_s`` is the TTFT SLO of its model. ``kv_capacity_tokens`` is what the
-    engine could hold if no other engine held any.
+    ``prefill_tokens_per_s`` is measured alone. ``slo_s`` is the TTFT SLO of its model. ``kv_capacity_tokens`` are the tokens
+    that the engine could hold if no other engine held any.
     """
 
     prefill_tokens_per_s: float
@@ -137,8 +137,8 @@ class KVLedger(NamedTuple):
 class KVManager(Protocol):
     """KV memory of one GPU whose blocks have names.
 
-    Names matter because the block that one engine gets decides what its neighbours can still get. An ``owner`` is an engine
-    that is registered with it. ``check`` raises AssertionError if the state contradicts itself.
+    Names matter because the block that one engine gets decides which blocks its neighbours can still get. An ``owner`` is an
+    engine that is registered with it. ``check`` raises AssertionError if the state contradicts itself.
     """
 
     def ledger(self) -> KVLedger: ...
@@ -180,7 +180,7 @@ class TimedKVManager(KVManager, Protocol):
 
 
 class PrefixKVManager(KVManager, Protocol):
-    """A KV memory that keeps full blocks of sequences that ended for others with the same prefix (see memory/prefix.py)."""
+    """A KV memory that keeps full blocks of ended sequences for others with the same prefix (see memory/prefix.py)."""
 
     def match(self, owner: int, keys: Sequence[int]) -> list[int]:
         """The blocks of the longest recorded prefix of ``keys``, held by one sequence more; free them like others."""
@@ -219,7 +219,7 @@ ALWAYS = Busy(1.0, 1.0)
 
 
 class KindFacts(NamedTuple):
-    """What was measured of a model on one kind of GPU. ``mme_tokens_per_byte`` None: left open."""
+    """The measured facts of a model on one kind of GPU. ``mme_tokens_per_byte`` None: left open."""
 
     profile: tuple[OperatingPoint, ...]
     mme_tokens_per_byte: float | None
@@ -229,10 +229,10 @@ class KindFacts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelDemand:
-    """What global placement knows of a model: its load, its SLO and its profile. Bytes are per GPU of its TP group.
+    """The facts of a model for global placement: its load, its SLO and its profile. Bytes are per GPU of its TP group.
 
-    * ``by_kind``: the facts on each kind of GPU (``GpuSlot.kind``), where there are several. Those of kind 0 stand in
-      the fields of the demand as well.
+    * ``by_kind``: the facts on each kind of GPU (``GpuSlot.kind``), where there are several. The facts of kind 0 stand in the
+      fields of the demand as well.
     * ``slo_s``: the TTFT SLO; ``tpot_slo_s``: the SLO of the time per token, if any.
     * ``tokens_per_request``: the expected prompt and output together.
     * ``weight_bytes``: weights and context; ``activation_bytes``: the peak of a full step.
@@ -257,7 +257,7 @@ class ModelDemand:
 
     @property
     def engine_bytes(self) -> int:
-        """All that an engine takes beside KV."""
+        """All bytes that an engine takes beside KV."""
         return self.weight_bytes + self.activation_bytes
 
     @property
@@ -274,8 +274,8 @@ class ModelDemand:
 class GpuSlot:
     """One GPU as placement sees it: ``memory_bytes`` is the usable budget for weights, activations and KV.
 
-    GPUs of one ``node`` may form TP groups; they are all of one ``kind``. What a model does on GPUs of a kind, its demand tells
-    (``ModelDemand.on``).
+    GPUs of one ``node`` may form TP groups; they are all of one ``kind``. A model's demand tells its performance on GPUs of a
+    kind (``ModelDemand.on``).
     """
 
     id: int

@@ -43,8 +43,8 @@ from fineserve_sim.systems import spec as specs
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineFactsheet(EngineFacts):
-    """What a local scheduler is told about an engine once; besides its facts its first GPU, the prefill latency of its model,
-    and whether others draw on its memory."""
+    """The constant facts about an engine for its local scheduler: its ``EngineFacts``, its first GPU, the prefill latency of
+    its model, and whether other engines draw on its memory."""
 
     engine: int
     gpu: int
@@ -53,7 +53,7 @@ class EngineFactsheet(EngineFacts):
 
 
 def options(spec: specs.Spec, *other: str) -> dict[str, Any]:
-    """The options of a policy, which have the same names in its class; ``other`` ones concern somebody else."""
+    """The options of a policy, which have the same names in its class. ``other`` options, for other parts, are left out."""
     return spec.model_dump(exclude={"policy", *other})
 
 

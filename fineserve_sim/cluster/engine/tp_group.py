@@ -86,7 +86,7 @@ class TpGroup:
             self._awaited = self._go_on_at(self._clock.now, self._start_order, None)
 
     def fail(self) -> None:
-        """Lost, with what it computes, all that is queued, and all that is in its memory."""
+        """The instance is lost, with the job that it computes, its queue and its memory."""
         self.alive = False
         self._jobs.clear()
         self._awaited = None
@@ -98,13 +98,14 @@ class TpGroup:
         assert 0 <= used_bytes <= limit_bytes, f"instance {self.id} holds {used_bytes} KV bytes of {limit_bytes}"
 
     def _go_on_at(self, time_s: float, order: int, end: Callable[[float], None] | None) -> object:
-        """Go on at that time; the job in hand, if there is one, has this ``end``. Returns what is awaited."""
+        """Go on at that time; the job in hand, if there is one, has this ``end``. Returns an object that identifies this
+        wait."""
         awaited = object()
         self._clock.at(time_s, order, partial(self._go_on, awaited, end))
         return awaited
 
     def _go_on(self, awaited: object, end: Callable[[float], None] | None, now: float) -> None:
-        """The job that ends hears of it, and the next one begins, unless all was lost meanwhile."""
+        """Call the ``end`` of the job in hand, and begin the next job, unless the instance was lost meanwhile."""
         if awaited is not self._awaited:
             return
         if end is not None:

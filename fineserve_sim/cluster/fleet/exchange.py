@@ -46,7 +46,7 @@ class Exchange:
 
     def tokens(self, sequence: SequenceState, receiver: int, layers: range) -> float:
         """Tokens of the sequence whose KV in these layers has to go to an instance. A token of which the instance has some
-        layers counts in part. What is returned counts as sent."""
+        layers counts in part. The returned tokens count as sent."""
         shared, wanted = self._shared.get(sequence, ()), _bits(layers)
         tokens = float(sequence.cached_tokens - len(shared) * self._block_tokens)
         for block in shared:
@@ -58,7 +58,7 @@ class Exchange:
         return tokens
 
     def sent(self, receiver: int, batch: list[SequenceState]) -> None:
-        """These travel together to an instance."""
+        """These sequences travel together to an instance."""
         for sequence in batch:
             self._batches[receiver, sequence].append(batch)
 

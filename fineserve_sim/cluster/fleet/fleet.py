@@ -31,8 +31,8 @@ LOADED = order_of(Kind.TIMER, 2)
 
 @dataclass(frozen=True, slots=True)
 class EngineBytes:
-    """What an engine of a model takes of each of its GPUs: weights to load, all bytes beside KV, its KV block (bytes, or the
-    tensors of virtual memory). ``context_tokens`` bounds a sequence."""
+    """The bytes that an engine of a model takes of each of its GPUs: weights to load, all bytes beside KV, its KV block
+    (bytes, or the tensors of virtual memory). ``context_tokens`` bounds a sequence."""
 
     weight_bytes: int
     fixed_bytes: int
@@ -42,8 +42,9 @@ class EngineBytes:
 
 class FleetMemory:
     """The memory of every GPU while engines come and go: their claims in ``ledger``, and ``managers`` of the KV memory in the
-    rest, by GPU. Pages of kvcached take what claims leave, so they are no pool of the ledger. What is free when an engine of
-    private pools comes later is for it and for those that load: ``divide`` so many bytes among engines, with their models."""
+    rest, by GPU. Pages of kvcached take what claims leave, so they are no pool of the ledger. When an engine of private pools
+    comes later, the free bytes are for it and for the loading engines: ``divide`` splits so many bytes among engines, with
+    their models."""
 
     def __init__(
         self,
@@ -74,7 +75,7 @@ class FleetMemory:
         self._set_limits(gpus, now)
 
     def release(self, engine: int, now: float) -> None:
-        """An engine, loading or loaded, gives back what it took."""
+        """An engine, loading or loaded, gives back its claims."""
         self._set_limits(self._ledger.release(engine), now)
 
     def _set_limits(self, gpus: Iterable[int], now: float) -> None:
@@ -114,8 +115,8 @@ class FleetMemory:
             self._set_pool(gpu)
 
     def free_bytes(self, serving: Mapping[int, Iterable[int]]) -> dict[int, int]:
-        """By GPU, what the weights of another engine could take now. ``serving`` are the GPUs of the engines with requests:
-        others hold no KV."""
+        """By GPU, the bytes that the weights of another engine could take now. ``serving`` are the GPUs of the engines with
+        requests: others hold no KV."""
         free = {gpu: self._ledger.free_bytes(gpu) for gpu in self.managers}
         for engine, gpus in serving.items():
             for gpu in gpus:
@@ -123,7 +124,8 @@ class FleetMemory:
         return free
 
     def held_bytes(self, engine: int, gpu: int) -> int:
-        """KV memory that only this engine can use, as long as it holds it. What is in private pools is not free anyway."""
+        """KV memory that only this engine can use, as long as it holds it. It is 0 for private pools, whose bytes are not free
+        anyway."""
         manager = self.managers[gpu]
         return manager.block_bytes_held(engine) if isinstance(manager, KvCachedManager) else 0
 
@@ -178,7 +180,7 @@ class ModelFleet(Fleet):
         self._cluster.tick(TICK, self._look)
 
     def engines_of(self, model: str) -> list[Engine]:
-        """Those of this model that are loaded."""
+        """The loaded engines of this model."""
         return list(self._serving[model].values())
 
     def queued_for(self, model: str) -> int:
@@ -192,13 +194,13 @@ class ModelFleet(Fleet):
             assert id in self._cluster.active or not (engine.requests or held_bytes), f"engine {id} serves unseen"
 
     def rested(self, engine: Engine, now: float) -> None:
-        """An engine that was to go when it is empty goes."""
+        """The engine is empty: take it away if it drains."""
         if self._residents[engine.index].drains:
             self._take_away(engine.index, now)
             self._cluster.hear(now, EngineDrained(engine.index))
 
     def _look(self, now: float) -> None:
-        """Tell the controller how everything stands: what only engines that serve change, and what each GPU leaves."""
+        """Tell the controller the state of everything: the requests of the serving engines, and the free bytes of each GPU."""
         cluster = self._cluster
         serving = {id: cluster.engines[id] for id in sorted(cluster.active)}
         for engine in serving.values():
@@ -274,7 +276,7 @@ class ModelFleet(Fleet):
         self._cluster.hear(now, GpusRepaired((number,)))
 
     def _build_on(self, id: int) -> None:
-        """An engine whose memory knows it."""
+        """Build an engine whose memory already knows it."""
         resident = self._residents[id]
         engine = self._build(id, resident.model, resident.gpus)
         self._cluster.engines[id] = self._serving[resident.model][id] = engine

@@ -1,8 +1,8 @@
 """Weights on their way to GPUs: engine work first, then transfers that share links max-min fairly.
 
-Weights come from host memory. A plain copy to one GPU runs far below what its PCIe link could do. Prism loads a shard over
+Weights come from host memory. A plain copy to one GPU runs far below the rate of its PCIe link. Prism loads a shard over
 all GPUs of the node at once: each stages a part and passes it on over NVLink. The host memory of the node then sets
-the limit. From the latencies that the paper reports for BF16 weights follow the three rates below:
+the limit. The three rates below follow from the latencies that the paper reports for BF16 weights:
 
     8B on one GPU in 0.7 s, 14B in 1.3 s:   29.5 GB / 1.3 s  = 22.7 GB/s to one GPU
     70B on eight GPUs in 1.5 s:             141 GB / 1.5 s   = 94 GB/s over the node

@@ -2,12 +2,13 @@
 
 Live migration (Llumnix): copy while decoding, then a short stop for the rest.
 
-The destination reserves a slot and the blocks when the copy starts. When all that was there has been copied, the sequence
+The destination reserves a slot and the blocks when the copy starts. When the KV of that moment has been copied, the sequence
 leaves its batch. The tokens decoded meanwhile follow, and it goes on at the destination. Only then its source gives the memory
-back. A move ends early when the sequence finishes or loses its KV first, or the destination cannot hold what was added.
+back. A move ends early when the sequence finishes or loses its KV first, or the destination cannot hold the added tokens.
 
-Engines that only prefill hand over what they have prefilled: such a sequence stands still, and waits where it is until the
-destination has a slot and blocks. Those that wait for the same engine go first come first served, behind what it has preempted.
+Engines that only prefill hand over their prefilled sequences. Such a sequence stands still, and waits at its source until the
+destination has a slot and blocks. Sequences that wait for the same engine go first come first served, behind its preempted
+ones.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class _Move:
 
 class Migrations:
     """Carries out ``Migrate`` between engines of one lane and counted blocks. ``moved`` counts the moves that succeeded.
-    ``setup_s``: what handing a sequence over takes beside its bytes."""
+    ``setup_s``: seconds that handing a sequence over takes beside its bytes."""
 
     def __init__(self, cluster: Cluster, instances: Sequence[TpGroup], setup_s: float = 0.0) -> None:
         self._cluster, self._instances, self._setup_s = cluster, instances, setup_s
@@ -95,7 +96,7 @@ class Migrations:
             self._copy(move, move.sequence.cached_tokens, self._set_up if self._setup_s else self._handed_over)
 
     def _set_up(self, move: _Move, now: float) -> None:
-        """The bytes are there; what a transfer takes besides is still to come."""
+        """The bytes have arrived: hand the sequence over after ``setup_s`` more."""
 
         def ready(now: float) -> None:
             if self._moves.get(move.sequence) is move:
@@ -144,8 +145,8 @@ class Migrations:
         self._cluster.hear(now, MigrationEnded(sequence.index))
 
     def forget(self, engine: Engine, now: float) -> list[tuple[Engine, SequenceState]]:
-        """An engine is lost. What moves from it is lost with it; what moves to it goes on where it is. Returns those that
-        cannot, for they were handed over."""
+        """An engine is lost. Sequences that move from it are lost with it; sequences that move to it go on at their source.
+        Returns the sequences that cannot, since they were handed over, each with its source."""
         left = []
         for move in list(self._moves.values()):
             if engine in (move.source, move.destination):

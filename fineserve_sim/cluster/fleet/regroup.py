@@ -5,7 +5,7 @@ goes to the instance that has the layer now. All instances send at once, oldest 
 of about one stage's time, activations first. *Bulk*: one queue. A request stalls until all its KV is there; others run.
 
 Restore: the memory that dropping gave takes no more KV. The pipeline pulls missing layers from its other instances at the
-lowest priority, while it serves. Then every instance takes requests alone, and the pipeline ends what it has.
+lowest priority, while it serves. Then every instance takes requests alone, and the pipeline ends its requests.
 
 KV that has to move counts at its new holders as soon as the engines merge. The receiving side has dropped its layers by then,
 and in sum as much leaves as comes.
@@ -258,7 +258,7 @@ class Regrouping:
                 merged.adopt(sequence, now)
 
     def _restore(self, command: RestoreLayers, now: float) -> None:
-        """Bring back what the instances of an engine miss; it splits when all has arrived."""
+        """Bring back the layers that the instances of an engine miss; the engine splits when all have arrived."""
         engine = self._cluster.engines[command.engine]
         everything = frozenset(range(self._layers))
         missing = {stage.id: everything - stage.resident for stage in engine.stages}

@@ -1,12 +1,12 @@
 """The ``balanced`` placement under rates that drift: a model moves when that pays for its bytes.
 
-At regular times the late requests of the present placement are predicted from the rates that were observed, as ``balanced``
-predicts them. The one change that spares most is made if it pays:
+At regular times the policy predicts the late requests of the present placement from the observed rates, as ``balanced`` does.
+It makes the one change that spares most, if that pays:
 
     late requests a second that it spares x horizon > requests that come while the weights of its new engines load
 
-So nothing moves under a constant load once the placement is as good as single changes make it, and a model with much to load
-moves @@"""
+So nothing moves under a constant load once the placement is as good as single changes make it. A model with much to load moves
+only if that spares more."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from fineserve_sim.policy.placement.balanced import REACH, Change, Group, Homes
 @dataclass
 class DriftingHomes:
     """``models`` by id, with profiles, their ``weight_bytes`` being all that an engine takes beside KV. ``replace_s``: seconds
-    between two changes. ``horizon_s``: within so long a change must pay. A model without requests for ``idle_s`` gives way to
-    one that waits. ``load_bytes_per_s``: at which weights come to a GPU. Raises ValueError for times or rates that are not
-    positive, and for a model without a profile."""
+    between two changes. ``horizon_s``: the seconds within which a change must pay. A model without requests for ``idle_s``
+    gives way to one that waits. ``load_bytes_per_s``: the rate at which weights come to a GPU. Raises ValueError for times or
+    rates that are not positive, and for a model without a profile."""
 
     models: Mapping[str, ModelDemand]
     gpus: Sequence[GpuSlot]
@@ -44,7 +44,7 @@ class DriftingHomes:
         self._wanted: dict[str, tuple[Group, ...]] | None = None
 
     def suggest(self, now: float, view: FleetView) -> list[Suggestion]:
-        """What leads to the placement that is wanted; that is changed when it is time and nothing moves."""
+        """The suggestions that lead to the wanted placement, which changes when it is time and nothing moves."""
         if self._wanted is None:
             self._wanted = _present(view)
         self._forget_lost(view)
@@ -66,7 +66,7 @@ class DriftingHomes:
 
     def _admit(self, view: FleetView) -> None:
         """A model that waits without a place gets one where it fits now, and where the fewest requests are late. Else it takes
-        that of models that have been idle for long."""
+        the place of models that have been idle for long."""
         assert self._wanted is not None
         for pending in view.pending:
             if self._wanted.get(pending.model):

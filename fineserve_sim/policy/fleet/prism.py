@@ -64,7 +64,7 @@ class PrismResidency:
         return suggestions
 
     def turn(self, engine: EngineView) -> tuple[float, float, int]:
-        """Whom to evict first: of the model with the largest SLO, among equals the longest idle."""
+        """The rank of an eviction: the engine of the model with the largest SLO goes first, among equals the longest idle."""
         return -self.models[engine.model].slo_s, -engine.idle_s, engine.engine
 
     def _activate(self, now: float, view: FleetView, books: _Books) -> list[Suggestion]:
@@ -89,7 +89,7 @@ class PrismResidency:
         return suggestions
 
     def _relieve(self, view: FleetView, books: _Books) -> list[Suggestion]:
-        """Evict idle models from GPUs under pressure until it is gone; where requests were seen waiting, one at a time."""
+        """Evict idle models from GPUs under pressure until each GPU has room; where a request waited, at least one a look."""
         suggestions: list[Suggestion] = []
         for gpu, idle in sorted(books.idle_on.items()):
             waits = gpu in view.pressed
@@ -118,9 +118,10 @@ class _Books:
     """The memory of all GPUs after the suggestions so far: engines by GPU, engines that may be evicted, and free bytes.
 
     ``homes``: the GPUs of each model that is there or coming; of a model that moves, the new ones. ``resident``: the engines
-    that serve there already. ``idle_on``: by GPU those of them that may be evicted, in turn.
+    that serve there already. ``idle_on``: by GPU the resident engines that may be evicted, in turn.
 
-    To open the books costs a step for each engine, to look for room one for each GPU; the rest costs what is touched.
+    Opening the books costs a step for each engine, and looking for room costs a step for each GPU. Other calls cost a step for
+    each engine and GPU that they touch.
     """
 
     def __init__(self, prism: PrismResidency, view: FleetView) -> None:
@@ -184,7 +185,7 @@ class _Books:
         return kv_bytes > 0 and self._free[gpu] - more_bytes >= self._headroom_fraction * kv_bytes
 
     def evictions(self, model: ModelDemand, gpus: Iterable[int], but: int | None = None) -> list[EngineView] | None:
-        """Who must be evicted so that an engine of the model fits on all these GPUs, with headroom for KV; never the engine
+        """The engines to evict so that an engine of the model fits on all these GPUs, with headroom for KV; never the engine
         ``but``. None if it does not even fit without all idle ones."""
         evicted: dict[int, EngineView] = {}
         for gpu in gpus:
@@ -219,8 +220,8 @@ class _Books:
         return max(nodes.values(), default=0) >= model.tp
 
     def slots_for_homes(self) -> list[GpuSlot]:
-        """The GPUs as a placement of the homes sees them: what others take (engines that drain or are moved away) is not
-        there."""
+        """The GPUs as a placement of the homes sees them, without the bytes of other engines (that drain or are moved
+        away)."""
         return [
             replace(
                 slot, memory_bytes=self._left[gpu] + sum(self._models[id].weight_bytes for id in self._models_on[gpu])

@@ -5,14 +5,14 @@ A *worker* is a GPU or TP group with one engine that has all its memory. Request
 at the head of its queue. If its queue is empty, it takes the first group that waits anywhere. While a group is served,
 further requests of its model join it, without a limit on the batch.
 
-A worker estimates when each group is served: what is ahead of it at the throughput of each model, and a swap between
+A worker estimates when each group is served, from the requests ahead of it, the throughput of each model and the swaps between
 models. When that breaks a deadline, the worker orders its groups by deadline; a group is served while its model has requests
 (``goes_on``), for QLM's text reorders groups and closes none. With ``service="closes"`` the worker also closes the group in
 service: later requests of that model form a new group.
 
 A closed group first finishes the requests that its engine has. With ``running="requeue"`` (the later public version) every
-group in service closes; its engine stops at once, and its requests start again elsewhere. By deadline they would often come
-back at once. So a group is then served at least as long as a swap takes.
+group in service closes; its engine stops at once, and its requests start again elsewhere. In the order of deadlines, these
+requests would often come back at once. So a group is then served at least as long as a swap takes.
 
 A swap stops an engine and starts another, tens of seconds during which the GPU holds no KV (Prism, Fig. 3).
 """
@@ -97,12 +97,12 @@ class QlmSwapping:
                 self._queues[self._random.choice(able)].append(model)
 
     def _fits(self, model: str, worker: int) -> bool:
-        """The worker is of the model's size, and has memory for KV beside its engine."""
+        """Whether the worker has the model's size, and memory for KV beside its engine."""
         demand, gpus = self._models[model], self._workers[worker]
         return len(gpus) == demand.tp and all(self._memory_bytes[gpu] > demand.weight_bytes for gpu in gpus)
 
     def _is_late(self, now: float, worker: int, here: Sequence[EngineView], groups: Mapping[str, Pending]) -> bool:
-        """A group in this queue would be served after its deadline."""
+        """Whether a group in this queue would be served after its deadline."""
         throughput_per_s = self._throughput_per_s[worker]
         end_s = now + sum([engine.requests / throughput_per_s[engine.model] for engine in here])
         if any(engine.status is Status.LOADING for engine in here):
@@ -140,9 +140,8 @@ class QlmSwapping:
 def partition_workers(models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> list[tuple[int, ...]]:
     """The GPUs cut into workers: aligned groups of the TP degrees that the models have, larger degrees first.
 
-    Every degree gets GPUs in proportion to the weights of its models, one group at least. The smallest degree gets what is
-    left. QLM does not say how workers of several sizes share GPUs; this is our choice. Raises ValueError if a degree has no
-    group.
+    Every degree gets GPUs in proportion to the weights of its models, one group at least. The smallest degree gets the rest.
+    QLM does not say how workers of several sizes share GPUs; this is our choice. Raises ValueError if a degree has no group.
     """
     bytes_of: defaultdict[int, int] = defaultdict(int)
     for model in models:

@@ -22,8 +22,8 @@ class FleetModel:
 
 
 class EngineBinding(NamedTuple):
-    """A resident engine for which a scheduler is made. ``kv_tokens`` is what its memory holds while no other engine holds
-    any."""
+    """A resident engine for which a scheduler is made. ``kv_tokens`` are the tokens that its memory holds while no other
+    engine holds any."""
 
     engine: int
     model: str
@@ -68,8 +68,8 @@ class MovingRate:
 class EngineEntry(EngineView):
     """An engine from the command that starts it until it is gone.
 
-    ``route`` leads to it while it serves. ``kv_tokens``: what its memory holds (see ``EnginesResized``). ``replaces``: the
-    engine that goes when this one is ready. ``busy_s``: when it was last seen with a request, or got one. ``scope``: the
+    ``route`` leads to it while it serves. ``kv_tokens``: tokens that its memory holds (see ``EnginesResized``). ``replaces``:
+    the engine that goes when this one is ready. ``busy_s``: when it was last seen with a request, or got one. ``scope``: the
     engines that its scheduler serves, none unless it serves.
     """
 
@@ -155,5 +155,5 @@ class Roster:
 
 
 def _binding(engine: EngineEntry) -> EngineBinding:
-    """One without memory for KV gets no requests, but has a scheduler."""
+    """The binding of an engine. An engine without memory for KV gets no requests, but has a scheduler."""
     return EngineBinding(engine.engine, engine.model, engine.gpus, max(1, engine.kv_tokens))

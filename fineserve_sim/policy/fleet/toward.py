@@ -1,10 +1,10 @@
-"""From the engines that are there to the engines that a placement wants, a few suggestions at a time.
+"""Leads from the present engines to the engines that a placement wants, by a few suggestions at a time.
 
 A policy that knows where models should be calls ``toward`` at every look. An engine that is wanted and missing starts. It
 replaces an engine of its model that is not wanted, which serves until the new one is ready. Where its GPUs have no room,
 engines that are not wanted leave them first. Once all wanted engines are there, the others go.
 
-Nothing is remembered between looks: what the controller could not do yet is suggested again.
+``toward`` remembers nothing between looks: it repeats suggestions that the controller could not carry out yet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ Spot = tuple[str, tuple[int, ...]]
 
 
 def toward(wanted: Iterable[Spot], view: FleetView, weight_bytes: Mapping[str, int]) -> Iterator[Suggestion]:
-    """What to start and to stop now. ``weight_bytes``: what an engine of each model takes of each of its GPUs beside KV."""
+    """The engines to start and to stop now. ``weight_bytes``: by model, the bytes that an engine takes of each of its GPUs
+    beside KV."""
     missing, surplus = _compared(wanted, view.engines)
     free_bytes, coming = dict(view.free_bytes), {model for model, _ in missing}
     for model, gpus in missing:
@@ -39,7 +40,7 @@ def toward(wanted: Iterable[Spot], view: FleetView, weight_bytes: Mapping[str, i
 
 
 def _compared(wanted: Iterable[Spot], engines: Sequence[EngineView]) -> tuple[list[Spot], list[EngineView]]:
-    """The spots without an engine, and the engines without a spot; those that leave already are neither."""
+    """The spots without an engine, and the engines without a spot; engines that leave already do not count."""
     left = Counter(wanted)
     surplus = []
     for engine in engines:

@@ -7,7 +7,7 @@ An *engine* is one stay of a model on GPUs:
                 +-----------------> (Stop, or a fault) -------> gone
 
 Requests of a model without an engine wait; such a model is *pending*. A policy suggests to start and stop engines. The
-controller owns the fleet: it does what is possible and ignores the rest.
+controller owns the fleet: it carries out the possible suggestions and ignores the rest.
 
 A view shows the controller's own records, which change later. So a policy reads attributes and keeps no record.
 """
@@ -32,7 +32,8 @@ class Status(StrEnum):
 class EngineView:
     """An engine as a policy sees it.
 
-    ``requests`` counts those that run in it or wait for it. ``idle_s`` is 0 while there are any, else the seconds since.
+    ``requests`` counts the requests that run in it or wait for it. ``idle_s`` is 0 while there are any, else the seconds
+    since.
     """
 
     engine: int
@@ -62,7 +63,7 @@ class FleetView:
     * ``engines``: in the order of their ids.
     * ``pending``: in the order in which models began to wait.
     * ``rates_per_s``: moving average of arrivals, by model.
-    * ``free_bytes``: by GPU, what weights could take now. A lost GPU is not in it.
+    * ``free_bytes``: by GPU, the bytes that weights could take now. A lost GPU is not in it.
     * ``pressed``: the GPUs on which a request waited for memory alone since the last look.
     """
 
@@ -93,7 +94,7 @@ Suggestion = Start | Stop
 
 class ResidencyPolicy(Protocol):
     def suggest(self, now: float, view: FleetView) -> Sequence[Suggestion]:
-        """What to do now, in this order. A suggestion may use the memory that earlier ones free."""
+        """The suggestions for now, in order. A suggestion may use the memory that earlier ones free."""
 
 
 def next_multiple(period_s: float, now: float) -> float:

@@ -33,7 +33,7 @@ TICK_S = 0.1
 class GroupModel:
     """The controller's knowledge of the model.
 
-    ``max_tokens`` bounds a sequence. ``holds_tokens(instances)`` is what an engine over these can hold, until
+    ``max_tokens`` bounds a sequence. ``holds_tokens(instances)`` are the tokens that an engine over these can hold, until
     ``EnginesResized`` says otherwise.
     """
 
@@ -49,7 +49,7 @@ class GroupController(Controller):
 
     ``instances`` are the GPUs of each instance. The first ones serve from the start, as engines 0, 1, ... of ``stages``
     instances each. The last ``spares`` serve only when ``scale_out`` asks for them. With ``roles``, ``dispatch`` chooses among
-    the engines that prefill, and a prefilled request goes to the one of the others with the most free KV memory.
+    the engines that prefill, and a prefilled request goes to the decoding engine with the most free KV memory.
     """
 
     stays = "engines of one model queue their requests themselves"
@@ -127,7 +127,7 @@ class GroupController(Controller):
         return []
 
     def _promise(self, id: int, tokens: int) -> None:
-        """Until it is told again, the load of an engine counts what it is given."""
+        """Add a dispatched prompt to the load of an engine, until the controller is told that load again."""
         load = self._engines[id].load
         blocks = -(-tokens // self._model.block_tokens) + 1
         queued_blocks, head_blocks = load.queued_blocks + blocks, load.head_blocks or blocks
@@ -142,7 +142,7 @@ class GroupController(Controller):
         )
 
     def _router(self, engine: GroupEngine) -> DispatchPolicy:
-        """What chooses among engines like this one."""
+        """The policy that chooses among engines like this one."""
         return self._dispatcher if self._roles is None or self._roles.prefills(engine) else self._decoders
 
     def _prefill_ended(self, event: events.PrefillEnded) -> list[Command]:
@@ -286,7 +286,7 @@ class GroupController(Controller):
         return self._activate(sorted(left - used))
 
     def _activate(self, instances: Iterable[int]) -> list[Command]:
-        """These instances load what they miss, each to serve alone."""
+        """These instances load their missing weights, each to serve alone."""
         model = self._model.id
         return [
             commands.Activate(self._add((number,), Phase.LOADING), model, self._gpus[number]) for number in instances

@@ -54,8 +54,8 @@ class Phase(Enum):
 class GroupEngine:
     """An engine over one instance or more, which then are the stages of a pipeline, in order.
 
-    ``load`` is the latest that the controller was told, plus what it has dispatched since. ``holds_tokens`` is what its
-    memory can hold.
+    ``load`` is the last reported load, plus the requests dispatched since. ``holds_tokens`` are the tokens that its memory can
+    hold.
     """
 
     id: int

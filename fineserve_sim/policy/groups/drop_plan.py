@@ -5,16 +5,16 @@ It decides when layers are dropped, which instances merge, when layers come back
     NORMAL --throttled--> drop --> PIPELINED --throttled--> drop further
     PIPELINED --usage of the cluster under half of the base KV memory--> restore --> NORMAL
 
-A group is throttled when its KV memory is nearly full and its queue asks for at least what is left (an empty queue never
-throttles). The two thresholds, 95 % of what a group has now and 50 % of what all have without drop, are the hysteresis.
+A group is throttled when its KV memory is nearly full and its queue asks for at least the rest of it (an empty queue never
+throttles). The two thresholds are the hysteresis: 95 % of a group's present KV memory, and 50 % of all KV memory without drop.
 
 The drop plan says which groups of instances merge so that copies of the weights become KV memory (Fig. 6). A group holds one
-full copy of the weights; its instances are a pipeline over contiguous layer ranges. Merging two groups frees one of their two
-copies, whatever their sizes. In a group of a + b instances each keeps the fraction 1/(a+b). So the a instances give b/(a+b) of
-a copy and the b instances a/(a+b).
+full copy of the weights; its instances are a pipeline over contiguous layer ranges. Merging two groups of any sizes frees one
+of their two copies. In a group of a + b instances each keeps the fraction 1/(a+b). So the a instances give b/(a+b) of a copy
+and the b instances a/(a+b).
 
 Every stage costs latency, so the two groups with the fewest instances merge first. Then the largest group is as small as the
-number of merges allows. The listing adds up what is freed over the cluster, ignores load, and stops when one group is left.
+number of merges allows. The listing adds up the freed bytes over the cluster, ignores load, and stops when one group is left.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ Microbatch = list[Chunk]
 class ChunkCost(NamedTuple):
     """Coefficients of eq. (1), in seconds: per query-key pair, per token, per chunk.
 
-    ``shared`` is what each chunk of a microbatch but the first saves.
+    ``shared`` are the seconds that each chunk of a microbatch but the first saves.
     """
 
     alpha: float

@@ -39,7 +39,7 @@ class KVGeometry:
     scale lies outside (FP16; FP8 per tensor), and 4 for QoQ's KV4, an FP16 scale and zero. ``tp`` is the tensor-parallel
     degree.
 
-    ``mean_token_layer_bytes`` is for layers that are not alike: what a token takes in one layer, in the mean over layers and
+    ``mean_token_layer_bytes`` is for layers that are not alike: the bytes of a token in one layer, on average over layers and
     over sequences of usual length. It stands for heads and elements.
 
     Raises ValueError for a count below 1, KV heads that do not divide over the group, or a token that is no whole byte.

@@ -56,7 +56,7 @@ class HostCache:
             self._blocks[place, keys[place]].readers -= 1
 
     def write(self, keys: Sequence[int]) -> list[Place]:
-        """Keep the blocks of a sequence with these keys. Returns those that must be copied here: they count once they are
+        """Keep the blocks of a sequence with these keys. Returns the blocks that must be copied here; they count once they are
         ``written``."""
         self._use(keys)
         missing = [place for place in enumerate(keys) if place not in self._blocks]
@@ -76,7 +76,7 @@ class HostCache:
             self._blocks[place].written = True
 
     def _idle(self, number: int) -> list[Place]:
-        """The first that would go, at most so many."""
+        """The first blocks that would go, at most ``number``."""
         found: list[Place] = []
         for place, block in self._blocks.items():
             if len(found) >= number:

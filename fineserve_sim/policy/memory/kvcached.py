@@ -2,11 +2,11 @@
 
 An engine reserves virtual address space for all the KV it could ever hold: one tensor for K and one for V in each
 layer. Physical memory comes in pages of 2 MB and is mapped when blocks need it. A *page* here is the same page index in
-every tensor, for a block of tokens lies in all layers. To grow by one costs ``2 * layers`` physical pages and as many driver
-calls. Where the layers lie side by side (the contiguous layout), it costs one batched call.
+every tensor, for a block of tokens lies in all layers. Growing by one page costs ``2 * layers`` physical pages and as many
+driver calls. Where the layers lie side by side (the contiguous layout), it costs one batched call.
 
 Pages are never shared between engines, so that inside a mapped page an engine allocates as in a slab of its own (slab.py).
-An empty page goes to its buffer of mapped pages or is unmapped; what is unmapped belongs to whoever maps next.
+An empty page goes to its engine's buffer of mapped pages, or is unmapped. Unmapped memory is for the engine that maps next.
 
 Time. Mapping and unmapping take host seconds. Without a buffer they delay the engine (``exposed_s``). With one, a
 thread keeps ``min_reserved`` pages mapped ahead. The buffer is a queue of the moments at which its pages are mapped. A page
@@ -74,11 +74,11 @@ class _Engine:
 class KvCachedManager:
     """The KV memory of one GPU under virtual memory; a `TimedKVManager` (see interfaces.py).
 
-    ``limit_bytes`` is what all engines together may hold and buffer (see ``set_limit``), ``owners`` are the KV tensors of each
-    engine, in pages of ``page_bytes``. ``min_reserved`` and ``max_reserved`` bound each engine's buffer, in pages. The thread
-    fills up to the minimum, and emptied pages stay up to the maximum. With 0 and 0 there is no buffer and no thread. kvcached
-    itself takes 5 and 10. ``virtual_bytes`` of address space are reserved for each engine: the most that the limit can ever
-    be; by default ``limit_bytes``.
+    ``limit_bytes`` are the bytes that all engines together may hold and buffer (see ``set_limit``), ``owners`` are the KV
+    tensors of each engine, in pages of ``page_bytes``. ``min_reserved`` and ``max_reserved`` bound each engine's buffer, in
+    pages. The thread fills up to the minimum, and emptied pages stay up to the maximum. With 0 and 0 there is no buffer and no
+    thread. kvcached itself takes 5 and 10. ``virtual_bytes`` of address space are reserved for each engine: the most that the
+    limit can ever be; by default ``limit_bytes``.
 
     Raises ValueError for a negative limit, bounds of the buffer in the wrong order, or a page that may hold no block.
     """
@@ -159,8 +159,8 @@ class KvCachedManager:
             engine.wait(self._now, engine.kv.unmap_s)
 
     def _give_up(self, mapped_bytes: int) -> list[tuple[float, float]]:
-        """Unmap buffered pages, of whom has most, until no more than ``mapped_bytes`` are in use or no buffer is left. By page,
-        the moment at which it was mapped, and the seconds to unmap it."""
+        """Unmap buffered pages, of the engine that has most, until no more than ``mapped_bytes`` are in use or no buffer is
+        left. Returns by page the moment at which it was mapped, and the seconds to unmap it."""
         given = []
         while self.mapped_bytes() > mapped_bytes:
             donor = max(self._engines.values(), key=lambda engine: len(engine.mapped_at_s))
@@ -170,7 +170,7 @@ class KvCachedManager:
         return given
 
     def _refill(self, engines: Iterable[_Engine]) -> None:
-        """Have the threads of these map pages up to the minimum, as far as the limits allow."""
+        """Have the threads of these engines map pages up to the minimum, as far as the limits allow."""
         for engine in engines:
             while len(engine.mapped_at_s) < self._min_reserved and self._may_buffer(engine):
                 engine.thread_s = max(engine.thread_s, self._now) + engine.kv.map_s
@@ -205,8 +205,8 @@ class KvCachedManager:
         self._refill(self._engines.values())
 
     def set_limit(self, limit_bytes: int) -> None:
-        """Set the bytes that the GPU leaves for KV, after weights came or went. Less than is held bounds new pages at once,
-        while held ones come back as requests end; buffers are given up first. Raises ValueError when negative."""
+        """Set the bytes that the GPU leaves for KV, after weights came or went. A limit below the held bytes bounds new pages
+        at once, while held ones come back as requests end; buffers are given up first. Raises ValueError when negative."""
         if limit_bytes < 0:
             raise ValueError(f"kvcached: a limit of {limit_bytes} bytes; it must be 0 or more")
         self._limit_bytes = limit_bytes
@@ -228,8 +228,8 @@ class KvCachedManager:
         return engine.pages.used_bytes(owner) * engine.kv.tensors
 
     def fits(self, demands: Mapping[int, int]) -> bool:
-        """Whether all these blocks would be granted in whatever order and at no time: those that lie in pages held
-        already. Owners that are not registered here are ignored."""
+        """Whether all these blocks would be granted in any order and without host time: they then lie in pages held already.
+        Owners that are not registered here are ignored."""
         engines = self._engines
         return all(
             owner not in engines or blocks <= engines[owner].pages.spare_blocks(owner)
@@ -247,7 +247,7 @@ class KvCachedManager:
         return self.used_bytes(owner) + engine.pages.spare_blocks(owner) * engine.kv.tensors * engine.kv.block_bytes
 
     def ledger(self) -> KVLedger:
-        """The bytes under the limit; what is held beyond a lowered limit counts too. Buffered pages are free, for they are
+        """The bytes under the limit, and bytes held beyond a lowered limit. Buffered pages are free, for they are
         given up on demand; a page's ends that hold no block are lost while the page is held."""
         used = sum(map(self.used_bytes, self._engines))
         stranded = sum(map(self.block_bytes_held, self._engines)) - used

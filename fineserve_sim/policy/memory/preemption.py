@@ -2,7 +2,7 @@
 
 One rule serves all cases. A decode without a block takes it from the request of its engine that arrived last, possibly
 itself. Partial prefills that block one another, in however many engines of one memory, are told apart the same way: the
-one that arrived last starts again later. The oldest request is never a victim while another runs, so someone always gets
+one that arrived last starts again later. The oldest request is never a victim while another runs, so one request always goes
 on, and no two requests can evict each other for ever.
 """
 
@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 
 class Preemptible(Protocol):
-    """A request that holds KV memory; ``index`` tells those of one moment apart."""
+    """A request that holds KV memory; ``index`` tells requests of one moment apart."""
 
     arrival_s: float
     index: int

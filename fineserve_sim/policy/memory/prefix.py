@@ -1,14 +1,14 @@
-"""Prefix caching: blocks that several sequences of an engine share, and what finished ones leave for later.
+"""Prefix caching: blocks that several sequences of an engine share, and blocks that finished ones leave for later.
 
 Every block has a reference count: one for each sequence that holds it, and one more while it is recorded as the last of a
 prefix. A block at count zero is free. Only full blocks are shared: two sequences that both wrote into the rest of a partly
 filled one would spoil each other's tokens.
 
 A block's place in its sequence and its key say which prefix it ends, so records need no tree. A prefix is found block by
-block, up to the first that is not recorded. What was not used for longest goes first, and the end of a prefix before its
-beginning. Records that nobody holds wait for that in a heap, each with one entry. A use leaves the entry too old, which shows
-when it reaches the top, as it does that somebody holds the block again. So an eviction costs O(log records) a block, amortised
-over uses; all else costs a step a block, and O(log records) for one that nobody holds any more.
+block, up to the first that is not recorded. The least recently used block goes first, and the end of a prefix before its
+beginning. Records that no sequence holds wait for eviction in a heap, each with one entry. A use makes the entry too old, and
+a sequence may hold the block again. Both show when the entry reaches the top. So an eviction costs O(log records) a block,
+amortised over uses; all else costs a step a block, and O(log records) for a block that no sequence holds any more.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class SharedBlocks:
         return len(self._references)
 
     def references(self, block: int) -> int:
-        """How many hold ``block``; 0 for a free one."""
+        """The number of references to ``block``; 0 for a free one."""
         return self._references.get(block, 0)
 
     def add(self, blocks: Iterable[int]) -> None:
@@ -104,7 +104,7 @@ class SharedBlocks:
 
     def record(self, keys: Sequence[int], blocks: Sequence[int]) -> None:
         """Keep the full blocks of a sequence, one a key, after it lets go of them. Where a prefix is recorded already, the
-        recorded blocks stay and those of the sequence are not kept."""
+        recorded blocks stay and the sequence's blocks are not kept."""
         self._recorded += ({} for _ in range(len(keys) - len(self._recorded)))
         for place in range(len(self._use(keys)), len(keys)):
             block = self._recorded[place].setdefault(keys[place], blocks[place])
@@ -114,8 +114,8 @@ class SharedBlocks:
                 self._references[block] += 1
 
     def evict(self, number: int) -> list[int]:
-        """Forget records, least recently used first, until ``number`` blocks are free; returns them, fewer if there are
-        none left that nobody holds."""
+        """Forget records, least recently used first, until ``number`` blocks are free. Returns them, fewer if sequences hold
+        all other recorded blocks."""
         gone: list[int] = []
         while len(gone) < number and self._runs:
             rank, run = self._runs[0]
@@ -146,7 +146,7 @@ class SharedBlocks:
         return blocks
 
     def _rank(self, block: int) -> tuple[int, int]:
-        """Records go by rising ones."""
+        """The rank of a record; the lowest goes first."""
         return self._used[block], -self._end_of[block][0]
 
     def check(self) -> None:

@@ -1,9 +1,10 @@
-"""Room for the outputs of running requests, kept before a prompt is admitted, and what gives way when there is none (SGLang).
+"""Room for the outputs of running requests, kept before a prompt is admitted, and the requests that give way when there is
+none (SGLang).
 
 A request says how many tokens it may generate at most. SGLang admits a prompt only if the memory then still holds a part of
 what all running requests may generate: the *ratio*. Few requests generate all that they may, so the ratio starts at 0.7 and
 falls in a straight line, in 600 decode steps, to 0.14 of that. When memory runs out nevertheless, requests are *retracted*
-until those that stay can go on for 20 steps, and the ratio jumps to what their outputs so far suggest. It starts anew whenever
+until the others can go on for 20 steps, and the ratio jumps to the value that outputs so far suggest. It starts anew whenever
 the engine has nothing to do. Source: SGLang's guide to hyperparameter tuning (``schedule-conservativeness``, and the ratio in
 its log lines) and the defaults of its environment variables (``SGLANG_INIT_NEW_TOKEN_RATIO`` and the four after it).
 """
@@ -54,8 +55,8 @@ class OutputReserve:
         self._ratio, self._since_step = self.ratio(step), step + 1
 
     def jump(self, step: int, staying: Collection[Running]) -> None:
-        """Requests were retracted and these stay: the ratio is what they have generated of what they may, ``RETRACT_STEPS``
-        from now."""
+        """Requests were retracted and these stay. The ratio becomes the part of their most tokens that they will have
+        generated ``RETRACT_STEPS`` from now."""
         tokens = sum(one.generated_tokens for one in staying) + RETRACT_STEPS * len(staying)
         self._ratio = min(1.0, tokens / (sum(one.most_tokens for one in staying) + 1))
         self._since_step = step

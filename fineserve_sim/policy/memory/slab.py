@@ -44,7 +44,7 @@ class _Slabs:
         self.size -= 1
 
     def take(self, count: int) -> list[int]:
-        """Remove and return the lowest ones. There must be as many."""
+        """Remove and return the ``count`` lowest slabs. There must be as many."""
         taken: list[int] = []
         self.size -= count
         words, word = self._words, self._first
@@ -74,12 +74,13 @@ def lowest_bit(bits: int) -> int:
 
 
 class _Pool:
-    """The slabs formatted to one key: they hold ``used_blocks``, and ``spare_blocks`` that nobody has.
+    """The slabs formatted to one key: they hold ``used_blocks``, and ``spare_blocks`` that no owner holds.
 
     By slab id, ``used`` counts the blocks in use, and bit i of ``free_bits`` is set when the i-th block is free. Both are 0
     for slabs that are not here. ``partial`` has the PARTIAL slabs by how many blocks are in use; none has more than ``top``.
     Slabs of grid keys differ: for these ``blocks_per_slab`` is 0, ``grid_blocks`` has the blocks of each slab, and
-    ``unformatted_blocks`` counts those that the free slabs would hold. Slabs of one block are full or gone: ``used`` stays 0.
+    ``unformatted_blocks`` counts the blocks that the free slabs would hold. Slabs of one block are full or gone: ``used``
+    stays 0.
     """
 
     def __init__(self, block_bytes: int, plan: SlabPlan, slabs: range) -> None:
@@ -107,12 +108,12 @@ class _Pool:
         return top
 
     def slabs_for(self, blocks: int, used: int) -> int:
-        """How many of the PARTIAL slabs with so many blocks in use give ``blocks`` more: those that these surely fill, else
-        one."""
+        """How many of the PARTIAL slabs with ``used`` blocks in use give ``blocks`` more: as many as these surely fill, but at
+        least one."""
         return max(1, min(self.partial[used].size, blocks // (len(self.partial) - used)))
 
     def sort(self, slab_id: int, used: int) -> None:
-        """So many blocks of a slab are in use, not all: it is among its likes."""
+        """Add a slab with ``used`` blocks in use, not all of them, to the PARTIAL slabs."""
         self.partial[used].add(slab_id)
         self.top = max(self.top, used)
 
@@ -153,10 +154,10 @@ class Owners(dict[int, Owner]):
 class KVSlabManager:
     """The KV tensor of one GPU, cut into slabs; a `KVManager` (see interfaces.py).
 
-    ``total_bytes`` is the size of the tensor: what is left after whole slabs is lost; without a slab, capacities are 0.
-    ``owners`` are block sizes in bytes by owner (engine id); owners with the same block size share a key and its slabs. The
-    ``plan`` is made for them by default. ``reserved_slabs``, the lowest, are held back from every owner and count as lost. With
-    at least one, block id 0 of every engine stays unowned: the runtime's engines use it as their null block.
+    ``total_bytes`` is the size of the tensor. The rest after whole slabs is lost; without a slab, capacities are 0. ``owners``
+    are block sizes in bytes by owner (engine id); owners with the same block size share a key and its slabs. The ``plan`` is
+    made for them by default. ``reserved_slabs``, the lowest, are held back from every owner and count as lost. With at least
+    one, block id 0 of every engine stays unowned: the runtime's engines use it as their null block.
 
     Raises ValueError for a plan that lacks a block size, negative ``total_bytes``, or more reserved slabs than slabs.
     """
@@ -307,8 +308,8 @@ class KVSlabManager:
         return len(holder.held) * holder.pool.block_bytes
 
     def fits(self, demands: Mapping[int, int]) -> bool:
-        """Whether all these blocks (owner to number) would be granted in whatever order; owners not registered here are
-        ignored. Exact for aligned keys; for grid keys, whose slabs differ by a block, on the safe side."""
+        """Whether all these blocks (owner to number) would be granted in any order; owners not registered here are ignored.
+        Exact for aligned keys; for grid keys, whose slabs differ by a block, on the safe side."""
         if sum(demands.values()) <= self.free_slabs:
             return True  # even if every block takes a slab of its own
         needed: dict[int, int] = {}

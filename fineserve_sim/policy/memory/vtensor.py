@@ -176,8 +176,8 @@ class VTensorManager:
         return len(tenant.rows) * tenant.tensors * self.chunk_bytes
 
     def fits(self, demands: Mapping[int, int]) -> bool:
-        """Whether all these rows would be granted in whatever order and at no time, records given up if need be. Owners that
-        are not registered here are ignored."""
+        """Whether all these rows would be granted in any order and without host time, with records given up if need be. Owners
+        that are not registered here are ignored."""
         tenants = self._tenants
         chunks = sum(blocks * tenants[owner].tensors for owner, blocks in demands.items() if owner in tenants)
         return not chunks or (self._costs.ahead and chunks <= self._free_chunks())

@@ -116,7 +116,8 @@ class Homes:
         return self._gain({id: (group,)}, inf)
 
     def _load(self, id: str, groups: Sequence[Group], kind: int) -> list[Load]:
-        """Of the engine on GPUs of this kind, of those on all ``groups``, in each of the ``BURSTS``."""
+        """The load of a model's engine on GPUs of this kind in each of the ``BURSTS``, where the model's engines are on all
+        ``groups``."""
         engines: float = len(groups)
         if self._most_per_s:  # so many of this kind would have its part of the requests
             together_per_s = sum(self._most_per_s[id, self._kind_of[group[0]]] for group in groups)
@@ -141,7 +142,8 @@ class Homes:
         return {gpu for group in touched for gpu in group}
 
     def _gain(self, change: Change, least: float) -> float:
-        """By how much fewer requests are late, as a negative number; infinite where engines do not fit."""
+        """The change in late requests a second, negative where fewer are late. It is infinite unless it is below ``least``,
+        and where engines do not fit."""
         touched = self._touched(change)
         gain = -sum([self._late[gpu] for gpu in touched])
         if gain >= least:

@@ -2,12 +2,12 @@
 
 There are two phases. The first finds the base footprint F_M of each model: weights, mean activations and mean KV at the
 smallest profiled batch that carries the expected rate. If that batch breaks the TTFT SLO, or none carries the rate, the rate
-is split over one more replica. The second places the replicas, those of the model with the largest footprint first. Each goes
+is split over one more replica. The second places the replicas, beginning with the model of the largest footprint. Each goes
 to the candidate (a GPU, or a TP group) with the best score (module ``mme``) after taking it in.
 
 The listing has no memory check. Here a candidate must keep K_rem >= 0 on each of its GPUs, since with a negative K_rem the
 score would prefer models that use memory badly. Whole engines must fit, too: an engine reserves more activations than a small
-batch has, and vLLM starts none without room for KV. All bytes are per GPU; K_rem of a group is that of its fullest GPU.
+batch has, and vLLM starts none without room for KV. All bytes are per GPU; a group's K_rem is the K_rem of its fullest GPU.
 
 The paper has one kind of GPU. Where there are several, a model has a footprint, a number of replicas r and an mme on each
 kind. A replica on a kind carries 1/r of the rate, and replicas are added until all of it is carried. A kind on which no number
@@ -56,8 +56,8 @@ def base_footprint(model: ModelDemand, candidates: int, unmet: Unmet = "rate", r
     """F_M with the fewest replicas, at most ``candidates``, that carry the model's rate: within its SLO ("slo"), or at all.
 
     If no number does, F_M is taken at the smallest profiled batch, and ``unmet`` says how many replicas there are. "rate": the
-    fewest that carry the rate whatever the SLO, all candidates if none do. "spread": all candidates if the smallest batch
-    meets the SLO, else one. Raises ValueError if the model has no profile or there is no candidate.
+    fewest that carry the rate without regard to the SLO, all candidates if none do. "spread": all candidates if the smallest
+    batch meets the SLO, else one. Raises ValueError if the model has no profile or there is no candidate.
     """
     if not model.profile:
         raise ValueError(f"model {model.id} has no profile: its footprint needs at least one operating point")
@@ -106,9 +106,9 @@ def placed_degrees(
 ) -> dict[str, int]:
     """Degrees at which all models are ``placed``. Chosen model by model, degrees may leave no GPU for some.
 
-    They start as ``wanted``, and the largest goes down a step at a time: of equal ones that of the lowest rate, then of the
-    first name. The search ends when all are at their least, even if some model still has no GPU. ``smaller``: the degrees
-    below the wanted one at which each model fits, among others.
+    They start as ``wanted``, and the largest goes down a step at a time. Among equal ones it is the degree of the model with
+    the lowest rate, then with the first name. The search ends when all are at their least, even if some model still has no
+    GPU. ``smaller``: the degrees below the wanted one at which each model fits, among others.
     """
     degrees = {model: demand.tp for model, demand in wanted.items()}
     while not placed(degrees):
@@ -171,7 +171,7 @@ class FineServePlacement:
         return found
 
     def _rank(self, model: ModelDemand, wanted: Iterable[Wanted]) -> tuple[int, int, str]:
-        """Models with the lowest are placed first; of several footprints the largest counts."""
+        """The rank of a model; the lowest is placed first. The largest of several footprints counts."""
         gpus = model.tp if self.order == "model" else 1
         largest_bytes = max(each.footprint.footprint_bytes for each in wanted)
         return -gpus * largest_bytes, -gpus * model.weight_bytes, model.id
@@ -183,7 +183,8 @@ class FineServePlacement:
         groups: Mapping[int, Mapping[int, Sequence[tuple[int, ...]]]],
         gpus: Sequence[GpuSlot],
     ) -> list[Place]:
-        """Replicas, in turn, each on its best group; those that find no room, or nothing left to carry, are left out."""
+        """Place replicas in turn, each on its best group. Replicas that find no room, or no rate left to carry, are left
+        out."""
         members = {gpu.id: _Gpu(gpu.memory_bytes, gpu.memory_bytes) for gpu in gpus}
         candidates = {
             tp: {
@@ -225,8 +226,8 @@ class FineServePlacement:
         candidates: Mapping[int, Sequence[_Candidate]],
         hosts: set[int],
     ) -> _Candidate | None:
-        """The candidate with the highest score after taking in one replica, those on kinds that meet its SLO first; None if it
-        fits nowhere."""
+        """The candidate with the highest score after taking in one replica, candidates on kinds that meet its SLO first; None
+        if it fits nowhere."""
         engine_bytes, fitting = model.engine_bytes, {}
         for kind, of_kind in candidates.items():
             least_bytes = wanted[kind].footprint.footprint_bytes
@@ -240,7 +241,7 @@ class FineServePlacement:
         return min(bests, key=itemgetter(0))[1] if bests else None
 
     def _best_of_kind(self, fitting: Sequence[_Candidate], wanted: Wanted) -> tuple[tuple[object, ...], _Candidate]:
-        """The candidate with the highest score, and its rank among those of other kinds."""
+        """The candidate with the highest score, and its rank among the best of other kinds."""
         by_mean, (footprint, efficiency) = self.score == "mean", wanted
         footprint_bytes = footprint.footprint_bytes
 
@@ -255,8 +256,8 @@ class FineServePlacement:
 
 @dataclass(slots=True)
 class _Gpu:
-    """What footprints and what whole engines leave of one GPU, the efficiency of each resident (model, replica), and the
-    candidates that it is a member of."""
+    """One GPU: the bytes that footprints leave, the bytes that whole engines leave, the efficiency of each resident (model,
+    replica), and the candidates that it is a member of."""
 
     left_bytes: int
     room_bytes: int
@@ -265,7 +266,8 @@ class _Gpu:
 
 
 class _Candidate:
-    """GPUs of one kind that may take a replica: what is left of the fullest, and what a score needs of all residents."""
+    """GPUs of one kind that may take a replica, with the bytes left on the fullest and the facts of all residents that a score
+    needs."""
 
     def __init__(self, kind: int, gpus: tuple[int, ...], members: Sequence[_Gpu]) -> None:
         self.kind, self.gpus, self.members = kind, gpus, members

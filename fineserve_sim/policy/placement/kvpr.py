@@ -2,8 +2,8 @@
 
 KV pressure ratio of a GPU = SLO-weighted request rate of its models / memory left for their KV caches. Models, by
 falling weight, go where the ratio is lowest, so that the largest ratio stays small. A GPU must keep some memory for KV
-after taking a model, activations included, else it is skipped: an engine without KV memory does not start. The ratio of
-Prism* charges memory with weights only; who measures what is left for KV, as Prism's engines do, charges activations, too.
+after taking a model, activations included, else it is skipped: an engine without KV memory does not start. The ratio of Prism*
+charges memory with weights only. Measuring the memory left for KV, as Prism's engines do, charges activations, too.
 
 A model of TP degree n is n equal parts, each with its shard's weights and 1/n of the rate. A part passes over GPUs that host
 a sibling and stays in its node. So the parts go to the node with the lowest ratio, where its n lowest ratios are.
@@ -36,10 +36,10 @@ class KvprPlacement:
     ``weight``: "req_rate" is rate / TTFT SLO. "token_rate" (later version of Prism) is token rate x KV bytes per token / TPOT
     SLO, or the TTFT SLO of a model without TPOT SLO. ``tau`` and ``threshold`` matter to models that have a place already.
     With "relative" they move only if the best ratio is below tau x the ratio of their place; with "absolute", if it is lower
-    by more than tau. Ties: lower model id, lower GPU id. ``charges``: what a model takes from KV memory, its "weights" or all
-    that its "engine" takes. ``replicas``: "one" of each model, or as many as ``base_footprint`` has with this option; those
-    without room are left out. Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options and a
-    negative tau.
+    by more than tau. Ties: lower model id, lower GPU id. ``charges``: the bytes that a model takes from KV memory, its
+    "weights" or all that its "engine" takes. ``replicas``: "one" of each model, or as many as ``base_footprint`` has with this
+    option; those without room are left out. Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options
+    and a negative tau.
 
     A model costs the GPUs of lower ratio that are too full for it, and the node on which it goes; judged with it, all GPUs.
     """
@@ -99,8 +99,8 @@ class KvprPlacement:
         return _Part(model.tp, weight, self._charge(model), model.engine_bytes, replicas)
 
     def part_weight(self, model: ModelDemand, rate_per_s: float) -> float:
-        """Weight of one TP part at this request rate. Bytes per token are per GPU, so the token weight is that of a part as it
-        stands. Raises ValueError if the weight needs the tokens of a request and the model does not tell them."""
+        """Weight of one TP part at this request rate. Bytes per token are per GPU, so the token weight already is the weight
+        of a part. Raises ValueError if the weight needs the tokens of a request and the model does not tell them."""
         if self.weight == "req_rate":
             return rate_per_s / model.slo_s / model.tp
         if model.tokens_per_request <= 0:
@@ -134,8 +134,8 @@ class KvprPlacement:
 
 
 class _Part(NamedTuple):
-    """What each part of a replica adds to its GPU: its weight, the bytes by which its ratio is judged to take from KV memory,
-    and those that its engine takes."""
+    """The load that each part of a replica adds to its GPU: its weight, the bytes that the ratio charges to KV memory, and the
+    bytes that its engine takes."""
 
     tp: int
     weight: float
@@ -146,20 +146,20 @@ class _Part(NamedTuple):
 
 @dataclass(slots=True)
 class _Load:
-    """One GPU during a pass: the memory that its models leave for KV by what they are charged, what their engines leave, and
-    the sum of their part weights."""
+    """One GPU during a pass: the memory that its models leave for KV by their charges, the memory that their engines leave,
+    and the sum of their part weights."""
 
     kv_bytes: int
     left_bytes: int
     weight: float = 0.0
 
     def has_room(self, part: _Part) -> bool:
-        """An engine that is left no KV memory does not start, whatever it is charged."""
+        """Whether the part has room. An engine that is left no KV memory does not start, at any charge."""
         return self.kv_bytes > part.charge_bytes and self.left_bytes > part.engine_bytes
 
 
 class _Ranking:
-    """The GPUs of one pass by rising ratio before a part is added, those that have no room for any part left out; with
+    """The GPUs of one pass by rising ratio before a part is added, without the GPUs that have no room for any part. With
     ``adds_first`` they are judged with the part. An addition shifts a list of all GPUs, by one memory move."""
 
     def __init__(self, gpus: Sequence[GpuSlot], adds_first: bool, least_bytes: int) -> None:
@@ -181,7 +181,7 @@ class _Ranking:
             insort(self._ranked, (load.weight / load.kv_bytes, gpu))
 
     def ratios(self, gpus: Iterable[int], part: _Part) -> dict[int, float]:
-        """By which those with room for the part are judged."""
+        """The ratios by which the GPUs with room for the part are judged."""
         weight, charge_bytes = (part.weight, part.charge_bytes) if self._adds_first else (0.0, 0)
         loads = ((gpu, self.loads[gpu]) for gpu in gpus)
         return {

@@ -51,9 +51,10 @@ class Profile:
     """A model's rates at any batch size, linear between the points of its profile; below the first, a part of the time in use.
     ``compute_demand`` is proportional to the FLOPs per second that it asks for: request rate x weights of all shards.
     ``least`` is the smallest batch size at which it meets its rate alone, the largest profiled one if none does; ``wanted`` is
-    what it does then. Raises ValueError if the model has no profile.
+    its operation at that size. Raises ValueError if the model has no profile.
 
-    On a ``kind`` of GPU on which the model is slower, the same FLOPs are a larger demand; that of kind 0 is taken as it is.
+    On a ``kind`` of GPU on which the model is slower, the same FLOPs are a larger demand; the demand on kind 0 is taken as it
+    is.
     """
 
     def __init__(self, model: ModelDemand, kind: int = 0) -> None:
@@ -158,8 +159,8 @@ class Mesh:
 class MuxServePlacement:
     """MuxServe's optimiser, run once on mean rates.
 
-    Models of one TP degree see no more of a cut than the meshes of that size, so those are filled once for each number of
-    them. What grows fast is the number of such numbers: about GPUs / size for each TP degree of the models, and their
+    Models of one TP degree depend on a cut only by its number of meshes of that size, so meshes are filled once for each such
+    number. What grows fast is the number of such numbers: about GPUs / size for each TP degree of the models, and their
     combinations, as a power of the nodes. With one degree there is one cut. Filling costs models x meshes estimates; a bound
     spares most of them where memory is not short, and one mesh stands for all that are empty.
     """
@@ -237,8 +238,8 @@ Piece = tuple[GpuSlot, ...]
 
 def _cuts(gpus: Sequence[GpuSlot], sizes: set[int]) -> Iterator[tuple[Piece, ...]]:
     """Ways to cut all nodes into meshes of these sizes, contiguous, larger ones first. GPUs that no size fits stay unused.
-    Of cuts into the same numbers of meshes one is enough where all GPUs are equal; else, of cuts that differ by a
-    permutation of nodes of one shape."""
+    Where all GPUs are equal, one of the cuts into the same numbers of meshes is enough. Else one is enough of the cuts that
+    differ by a permutation of nodes of one shape."""
     alike: defaultdict[tuple[tuple[int, int], ...], list[list[GpuSlot]]] = defaultdict(list)
     in_order = sorted(gpus, key=lambda gpu: (gpu.node, gpu.id))
     for members in (list(node) for _, node in groupby(in_order, key=lambda gpu: gpu.node)):

@@ -27,14 +27,15 @@ from fineserve_sim.policy.interfaces import ModelDemand
 
 BURSTS = ((0.7, 2 / 3), (3.0, 1 / 6))
 """Rates change: how many times the mean they are, and how often. They are nodes of Gauss and Hermite for a log-normal rate with
-a coefficient of variation of 1, that of Azure's code trace by the minute. The lowest is left out: few are late there."""
+a coefficient of variation of 1, as in Azure's code trace by the minute. The lowest is left out: few are late there."""
 
 
 class Load(NamedTuple):
     """One engine and its part of a model's requests: ``rate_per_s`` of them, ``weight_per_s`` as counted on each of its GPUs.
 
-    ``prompt_s`` and ``work_s``: a prompt alone, and one of many. ``first_s`` and ``more_s``: a decode step, and what each
-    further request adds. ``prefill`` and ``decode``: the parts of a step in which compute units and bandwidth are busy.
+    ``prompt_s`` and ``work_s``: a prompt alone, and one of many. ``first_s`` and ``more_s``: a decode step, and the seconds
+    that each further request adds. ``prefill`` and ``decode``: the parts of a step in which compute units and bandwidth are
+    busy.
     """
 
     rate_per_s: float

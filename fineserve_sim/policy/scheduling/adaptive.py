@@ -35,7 +35,7 @@ class _Ttft(Protocol):
 
 
 _Sums = tuple[int, int, float]
-"""Of some rows: tokens, query-key pairs, and the earliest deadline."""
+"""Sums over some rows: tokens, query-key pairs, and the earliest deadline."""
 
 
 class AdaptiveBatching:
@@ -215,7 +215,7 @@ class AdaptiveBatching:
 
 
 class _Block:
-    """Some rows in length order, with what the searches need: their sums."""
+    """Some rows in length order, with the sums that the searches need."""
 
     def __init__(self, rows: list[_Row]) -> None:
         self.rows = rows
@@ -284,7 +284,7 @@ class _LengthOrder:
 
 
 def _accepted(parts: Sequence[_Sums], on_time: Callable[[_Sums], bool], before: _Sums) -> tuple[int, _Sums]:
-    """How many leading parts are on time after what came before, and the sums through them."""
+    """How many leading parts are on time after the sums ``before`` them, and the sums through them."""
     if len(parts) == 1:  # as most queues
         sums = _plus(before, parts[0])
         return (1, sums) if on_time(sums) else (0, before)

@@ -76,22 +76,23 @@ class _Job(NamedTuple):
 class MooreHodgson:
     """Prism's local scheduler: one queue for all engines of a GPU.
 
-    * ``late``: what becomes of requests that cannot be on time. "defer": they start, in deadline order, when ``late_start``
+    * ``late``: the fate of requests that cannot be on time. "defer": they start, in deadline order, when ``late_start``
       says. "drop": the same, but a request that would be late even if started alone now is refused.
     * ``late_start``: "after_all" starts them when no waiting request can still be on time. "beside_blocked" also when none of
-      those can start. Then short late requests do not starve behind a blocked one, but may take the memory that it waits for.
+      these requests can start. Then short late requests do not starve behind a blocked one, but may take the memory that it
+      waits for.
     * ``clock``: the machine is free "now", or after the prompts that are "dispatched" and not yet computed.
     * ``reserve``: KV tokens that an admission leaves free, so that running requests can grow. It is a "fraction" of the
       engine's capacity, or one "page" for each running request. An idle memory needs none: each prompt that fits its
       engine's capacity can start there.
-    * ``shared_kv``: the engines draw from one KV memory, so what one is promised the others lose.
+    * ``shared_kv``: the engines draw from one KV memory, so memory promised to one is lost to the others.
 
     An engine missing from ``schedule``'s mapping is not ready and starts nothing. When no engine can start even the shortest
     of its requests, ``schedule`` answers nothing at once; drops wait too. Raises ValueError for unknown options, and for facts
     or fractions out of range.
 
-    A request that would be late even if started alone now stays late. Such requests are set aside once, and a call walks
-    those that are left, O(left log left). There may be tens of thousands, so only the request itself is kept.
+    A request that would be late even if started alone now stays late. Such requests are set aside once, and a call walks the n
+    others, O(n log n). Tens of thousands may be set aside, so only the request itself is kept.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class MooreHodgson:
         return max(soon, change_s - 8 * math.ulp(self._queue[-1].deadline_s))
 
     def _plan(self, now: float, engines: Mapping[int, EngineState]) -> Plan:
-        """Of those that may still be on time; the rest is set aside."""
+        """The plan of the requests that may still be on time; the others are set aside."""
         while self._last_starts and self._last_starts[0][0] < now:
             _, job = heappop(self._last_starts)
             if self._jobs.get(job.id) is job:
@@ -219,7 +220,7 @@ class MooreHodgson:
         return started
 
     def _fitting(self, jobs: Iterable[_Job], room: dict[int, EngineState], blocked: set[int]) -> list[_Job]:
-        """Those for whom there is room, which they take. An engine without room for its next request is ``blocked``."""
+        """The jobs for which there is room, which they take. An engine without room for its next request is ``blocked``."""
         started = []
         for job in jobs:
             if job.engine in blocked:
@@ -247,7 +248,7 @@ class MooreHodgson:
     def _fits(self, room: Mapping[int, EngineState], engine: int, tokens: int) -> bool:
         """Whether the engine has a slot and memory for a prompt. Prompts that were dispatched and are not yet computed hold no
         KV memory yet but will: they count as promised. In a shared memory a promise to one engine costs the others the same
-        bytes; the capacities tell the exchange rate, rounded up."""
+        bytes; the ratio of the capacities converts its tokens, rounded up."""
         state, capacity = room[engine], self._facts[engine].kv_capacity_tokens
         needed = tokens + state.prefill_tokens
         busy = state.running > 0
