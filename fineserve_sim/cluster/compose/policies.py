@@ -1,4 +1,4 @@
-"""From a system's specification to policy objects: one builder a policy, in one table an axis.
+"""Builds policy objects from a system's specification: one builder for each policy, one table for each axis.
 
 A new policy of ours is its class in the core, its options in ``systems/spec.py``, and its line here. One from outside is its
 class and one call of ``register_scheduler`` or ``register_placement`` (docs/extending.md).

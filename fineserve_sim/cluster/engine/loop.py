@@ -106,7 +106,7 @@ class Batching(ABC):
         """The prompt parts for the lane's next batch, with their blocks taken."""
 
     def put_back(self, sequence: SequenceState, queue: Queue) -> None:
-        """A sequence that gave way waits again: vLLM has it go first."""
+        """A sequence that gave way waits again; under vLLM it goes first."""
         queue.put_back(sequence)
 
     def forget(self) -> None:  # noqa: B027 - most policies plan one batch at a time

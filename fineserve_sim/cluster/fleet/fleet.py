@@ -302,8 +302,8 @@ class ModelFleet(Fleet):
         return lost
 
     def reform(self, now: float) -> None:
-        """Form domains and scopes anew where engines came or went; those engines plan again after their iteration in flight,
-        idle ones at once."""
+        """Form domains and scopes anew where engines came or went; the engines there plan again after their iteration in
+        flight, idle ones at once."""
         cluster = self._cluster
         ids = sorted(self._connected(cluster.unformed))
         cluster.unformed.clear()

@@ -38,7 +38,7 @@ class KvprPlacement:
     With "relative" they move only if the best ratio is below tau x the ratio of their place; with "absolute", if it is lower
     by more than tau. Ties: lower model id, lower GPU id. ``charges``: the bytes that a model takes from KV memory, its
     "weights" or all that its "engine" takes. ``replicas``: "one" of each model, or as many as ``base_footprint`` has with this
-    option; those without room are left out. Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options
+    option; replicas without room are left out. Models that fit nowhere are ``unplaced``. Raises ValueError for unknown options
     and a negative tau.
 
     A model costs the GPUs of lower ratio that are too full for it, and the node on which it goes; judged with it, all GPUs.

@@ -160,7 +160,7 @@ class MuxServePlacement:
     """MuxServe's optimiser, run once on mean rates.
 
     Models of one TP degree depend on a cut only by its number of meshes of that size, so meshes are filled once for each such
-    number. What grows fast is the number of such numbers: about GPUs / size for each TP degree of the models, and their
+    number. The cuts that differ grow fast in number: about GPUs / size for each TP degree of the models, and their
     combinations, as a power of the nodes. With one degree there is one cut. Filling costs models x meshes estimates; a bound
     spares most of them where memory is not short, and one mesh stands for all that are empty.
     """
