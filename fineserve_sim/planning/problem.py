@@ -47,8 +47,8 @@ Layout = tuple[Home, ...]
 
 
 class Member(NamedTuple):
-    """An engine as its island sees it: instance ``number`` of a model whose instances are on GPUs of these ``kinds``. ``gpus``:
-    those of its island."""
+    """An engine as its island sees it: instance ``number`` of a model whose instances are on GPUs of these ``kinds``.
+    ``gpus``: the GPUs of its island."""
 
     model: int
     option: int

@@ -1,5 +1,5 @@
-"""How sure a plan is: its shares on time and its number of GPUs, if steps were shorter or longer by the model's error. The
-classes of its errors, and what they mean, are those of ``size`` (``experiment/sizing/sure.py``)."""
+"""How sure a plan is: its shares on time and its number of GPUs, if steps were shorter or longer by the model's error.
+``size`` has the same classes of errors, and explains them (``experiment/sizing/sure.py``)."""
 
 from __future__ import annotations
 
@@ -100,8 +100,8 @@ def gpu_band(wish: Wish, best: Best, target: Target, budget: Budget, error: Erro
 
 @dataclass(frozen=True, slots=True)
 class MixBand:
-    """A band of GPUs of several kinds, by kind. ``fewest``: of those of the answer, with steps as fast as ``error`` says.
-    ``most``: with steps as slow, those of the answer and more; None where not all ``tried`` do."""
+    """A band of GPUs of several kinds, by kind. ``fewest``: GPUs of the answer that suffice with steps as fast as ``error``
+    says. ``most``: GPUs that suffice with steps as slow, the answer's and more; None where not all ``tried`` do."""
 
     error: ErrorClass
     fewest: Mapping[str, int]
@@ -149,8 +149,8 @@ def mix_band(
 
 
 def _holds(wish: Wish, best: Best, gpus: Numbers, factor: float, target: Target, budget: Budget) -> bool:
-    """Whether a plan keeps the target on these GPUs with steps that take so many times as long; on no fewer GPUs than those of
-    the best plan, it is tried, too. Raises KeyboardInterrupt where the search is stopped."""
+    """Whether a plan keeps the target on these GPUs with steps that take ``factor`` times as long. Where they hold the best
+    plan, the search starts from it, too. Raises KeyboardInterrupt where the search is stopped."""
     there = with_steps(wish.on(gpus, next(iter(gpus)) if isinstance(gpus, Mapping) else None), factor)
     known = [moved(best.layout, wish, there)] if {*wish.seats} <= {*there.seats} else []
     asked = ask(there, target, part_of(budget, wish.count), known)

@@ -255,6 +255,8 @@ def test_the_pages_as_fidelity_says() -> None:
     ranks = [row for row in rows if row.backend == "sglang" and row.model in whole and row.tp == 1]
     assert f"off by {100 * whole_median(ranks, 0):.1f} % in the median of {len(ranks)} runs" in page
     both = [row for row in rows if row.backend == "sglang"]
+    slow = [row.error for row in both if row.model.startswith(("gpt-oss", "qwen3.5")) and row.error is not None]
+    assert f"{-100 * max(slow):.0f} to {-100 * min(slow):.0f} % too fast" in page and len(slow) == 6
     assert whole_median(both, 23) == pytest.approx(0.155, abs=0.0006)
     assert whole_median([row for row in rows if row.backend == "vllm"], 19) == pytest.approx(0.144, abs=0.0006)
     for other, median in zip(found.sensitivities[:2], (0.157, 0.154), strict=True):

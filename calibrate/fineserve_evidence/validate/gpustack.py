@@ -5,10 +5,10 @@ sends all requests at once, or so many at a time; the row is judged by its durat
 512 at a time; the row is judged by the mean latency. Pages name the checkpoint in the command, or ("Quantization") in the
 section.
 
-What a command does not set is the version's default. Those of vLLM differ by release, 0.11 to 0.24. SGLang 0.5 prefills in
-chunks of 8,192 tokens and bounds a batch by its memory. TensorRT-LLM 1 takes 8,192 tokens and 2,048 sequences a step, and
-nine tenths of the memory that its weights leave. ShareGPT's lengths are drawn from their sketch and scaled to the row's
-tokens; other lengths are the row's means.
+Settings that a command leaves out have the version's default. vLLM's defaults differ by release, 0.11 to 0.24. SGLang 0.5
+prefills in chunks of 8,192 tokens and bounds a batch by its memory. TensorRT-LLM 1 takes 8,192 tokens and 2,048 sequences a
+step, and nine tenths of the memory that its weights leave. ShareGPT's lengths are drawn from their sketch and scaled to the
+row's tokens; other lengths are the row's means.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ MODELS = {"glm-4.x": "glm-4.6"}
 OPTIMIZED_IS_FP8 = ("qwen3.5-35b-a3b/h200.md", "qwen3.5-35b-a3b/h200-latency.md")
 """Pages that recommend an FP8 checkpoint, which "Optimized" runs then have."""
 COMMANDS = {"vllm serve": "vllm", "sglang.launch_server": "sglang", "trtllm-serve": "trtllm"}
-"""Engines by what starts them."""
+"""Engines by the command that starts them."""
 OTHERS_TOKENS = 8192
 """Token budget of a step: ``--chunked-prefill-size`` of SGLang on these GPUs, ``--max_num_tokens`` of TensorRT-LLM."""
 OTHERS_SEQUENCES = 2048
-"""``--max_batch_size`` of TensorRT-LLM, and what SGLang takes at least; no row has as many requests."""
+"""``--max_batch_size`` of TensorRT-LLM, and the least bound that SGLang sets itself. No row has as many requests."""
 TRTLLM_PART = 0.9
 """``free_gpu_memory_fraction`` of TensorRT-LLM."""
 UNPREDICTED = {

@@ -117,9 +117,9 @@ def _engine(file: schema.ExperimentFile, gpus: Sequence[Gpu], steps: MeasuredSte
             chosen["token_budget"] = SGLANG_CHUNK_TOKENS
         chosen["static_part"] = "memory_utilization" in said or len(file.models) == 1
         if "memory_utilization" not in said and len(file.models) == 1:
-            (model,), least_bytes = file.models, min(gpu.spec.memory_bytes for gpu in gpus)
-            tp, ranks = model.tp if isinstance(model.tp, int) else 1, model.dp or 1
-            chosen["memory_utilization"] = static_fraction(least_bytes, chosen["token_budget"], tp * ranks, ranks)
+            largest = max((model.tp for model in file.models if isinstance(model.tp, int)), default=1)
+            least_bytes = min(gpu.spec.memory_bytes for gpu in gpus)
+            chosen["memory_utilization"] = static_fraction(least_bytes, chosen["token_budget"], largest)
     return EngineSettings(**chosen)
 
 
