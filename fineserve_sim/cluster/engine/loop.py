@@ -314,8 +314,7 @@ class Engine(State):
             sequence.output_tokens = min(sequence.asked_tokens, most)
 
     def preempt(self, sequence: SequenceState, lane: Lane, now: float) -> None:
-        """Free the blocks of a sequence and put it back in the queue. Its KV is recomputed later, with generated tokens as
-        part of its prompt."""
+        """Free a sequence's blocks and put it back in the queue. It recomputes its prompt and generated tokens later."""
         if sequence in lane.decodes:
             lane.decodes.remove(sequence)
         else:
@@ -373,8 +372,7 @@ class Engine(State):
         self.executor.replan(now)
 
     def dissolve(self) -> list[SequenceState]:
-        """End the engine between two iterations. Returns the sequences that had started, oldest first, with cached tokens and
-        no blocks."""
+        """End the engine between two iterations. Returns the started sequences, oldest first, with cached tokens and no blocks."""
         started = sorted(self.take_started(), key=arrival_order)
         for sequence in started:
             self.kv.release(sequence)
