@@ -372,7 +372,7 @@ class Engine(State):
         self.executor.replan(now)
 
     def dissolve(self) -> list[SequenceState]:
-        """End the engine between two iterations. Returns the started sequences, oldest first, with cached tokens and no blocks."""
+        """End the engine between two iterations. Returns started sequences, oldest first, with cached tokens and no blocks."""
         started = sorted(self.take_started(), key=arrival_order)
         for sequence in started:
             self.kv.release(sequence)
