@@ -13,6 +13,9 @@ again with code and weights, with what the engine keeps of each sequence, and wi
 
     turn_s + sampled * turn_row_s + decode context * turn_kv_s
 
+A table may also have steps of pipelines (column ``stages``). A stage computes its part of the layers, and its host works as
+long as for all of them. So all stages of a batch take ``step + (stages - 1) * host_s``, which such a row has as its seconds.
+
 A step keeps its device busy to the part ``share``: 1 where engines take turns, less where each has cores of its own.
 """
 
@@ -37,8 +40,8 @@ from fineserve_sim.latency.tables import PiecewiseLinear, TableError
 
 Floats = NDArray[np.float64]
 COLUMNS = ("model", "dtype", "mode", "decodes", "context", "prefill_tokens", "cached_tokens", "latency_s")
-IN_TURN = "in_turn"
-"""A column that tables without a second engine do not have."""
+IN_TURN, STAGES = "in_turn", "stages"
+"""Columns that tables without a second engine, or without a pipeline, do not have."""
 
 ROUNDS = 20
 NOISE = 0.02  # relative error below which rows weigh alike
@@ -59,7 +62,7 @@ class TurnFit(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepFit:
     """Seconds at token counts (``counts``), of a sequence that gets a token, of a cached decode token, and of a query-key
-    pair; ``turn``: what is added after another engine's step.
+    pair. A step after another engine's takes ``turn`` more. Each stage of a pipeline has ``host_s`` to itself.
 
     ``error`` holds fitted / measured - 1 of each row.
     """
@@ -71,6 +74,7 @@ class StepFit:
     pair_s: float
     error: Floats
     turn: TurnFit
+    host_s: float = 0.0
 
 
 def read_steps(path: Path, model: str, dtype: str, mode: str) -> dict[str, Any]:
@@ -87,7 +91,7 @@ def read_steps(path: Path, model: str, dtype: str, mode: str) -> dict[str, Any]:
     missing = [name for name in COLUMNS if name not in data.column_names]
     if missing:
         raise TableError(f"{path.name}: no column {', '.join(missing)}; expected {', '.join(COLUMNS)}")
-    there = [*COLUMNS, *({IN_TURN} & set(data.column_names))]
+    there = [*COLUMNS, *({IN_TURN, STAGES} & set(data.column_names))]
     columns = {name: data[name].to_numpy(zero_copy_only=False) for name in there}
     keep = (columns["model"] == model) & (columns["dtype"] == dtype) & (columns["mode"] == mode)
     if not keep.any():
@@ -121,18 +125,20 @@ def fit_steps(columns: dict[str, Any]) -> StepFit:
     pairs, keys, decode_keys = new * prefix + new * (new + 1) / 2, prefix + new, decodes * (context + 1)
     hats, sampled = _hats(decodes + new, counts), decodes + (new > 0)
     turned = np.asarray(columns.get(IN_TURN, np.zeros(len(seconds))), dtype=np.float64)
-    turns = np.column_stack([turned, turned * sampled, turned * decode_keys])
+    stages = np.asarray(columns.get(STAGES, np.ones(len(seconds))), dtype=np.float64)
+    turns = np.column_stack([turned, turned * sampled, turned * decode_keys, stages - 1])
     by_keys, weight = np.zeros(len(seconds), dtype=bool), np.ones(len(seconds))
     for _ in range(ROUNDS):
         kv = decode_keys + np.where(by_keys, keys, 0.0)
         features = np.column_stack([hats, sampled, kv, np.where(by_keys, 0.0, pairs), turns])
         found = _relative(features, seconds, weight)
-        curve, (row_s, kv_s, pair_s), turn = found[:-6], found[-6:-3].tolist(), found[-3:]
+        curve, (row_s, kv_s, pair_s), turn = found[:-7], found[-7:-4].tolist(), found[-4:]
         by_keys = keys * kv_s > pairs * pair_s
         chunks_s = np.maximum(pairs * pair_s, keys * kv_s)
         error = (hats @ curve + sampled * row_s + decode_keys * kv_s + chunks_s + turns @ turn) / seconds - 1
         weight = 1 / np.sqrt(np.maximum(np.abs(error), NOISE))
-    return StepFit(counts, np.cumsum(curve), row_s, kv_s, pair_s, error, TurnFit(*turn.tolist()))
+    *turn_s, host_s = turn.tolist()
+    return StepFit(counts, np.cumsum(curve), row_s, kv_s, pair_s, error, TurnFit(*turn_s), host_s)
 
 
 def _relative(features: Floats, seconds: Floats, weight: Floats) -> Floats:
@@ -205,6 +211,7 @@ class MeasuredOperators:
         numbers = {"least_s": fit.seconds[0], "row_s": fit.row_s, "kv_s": fit.kv_s, "pair_s": fit.pair_s}
         turn = fit.turn
         numbers |= {"turn_s": turn.turn_s, "turn_row_s": turn.row_s, "turn_kv_s": turn.kv_s} if any(turn) else {}
+        numbers |= {"host_s": fit.host_s} if fit.host_s else {}
         return [Provenance(f"step.{name}", float(value), "s", "fitted", where) for name, value in numbers.items()]
 
 
@@ -223,6 +230,11 @@ class MeasuredStepModel(StepModel):
         self.fit, self.share, self.factor = fit, share, 1.0
         operators = MeasuredOperators(fit, source)
         self._price_by(operators, operators.attention)
+
+    @property
+    def stage_host_s(self) -> float:
+        """As fitted to steps of pipelines; without any, 0."""
+        return self.factor * self.fit.host_s
 
     def slow_down(self, factor: float) -> None:
         """As for ``StepModel``; a turn of another engine costs as much more."""

@@ -146,6 +146,11 @@ class StepModel:
         self.overhead_s, self.prompt_s = host.overhead(self.tp), host.prompt(self.tp)
         self.sequence_s = host.sequence_s.value if host.sequence_s else 0.0
 
+    @property
+    def stage_host_s(self) -> float:
+        """Host seconds that each stage of a pipeline has to itself, whatever its layers."""
+        return self.overhead_s
+
     def slow_down(self, factor: float) -> None:
         """Make every step ``factor`` times as long, the host's time included; before the first step is asked for."""
         self._price_by(Slowed(self.operators, factor), SlowedAttention(self.attention, factor))

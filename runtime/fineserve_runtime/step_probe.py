@@ -63,7 +63,7 @@ _TOKEN_IDS = range(10, 250)
 class Row(NamedTuple):
     """Steps of a kind. ``context``: cached tokens of each decode, in the mean. ``in_turn``: they came after another engine's.
     ``latency_s``: the mean of ``repeats`` periods, since what waits for steps waits for their sum. ``spread``: their
-    interquartile range over it."""
+    interquartile range over it. ``stages`` of a pipeline: the seconds are those of all of them."""
 
     model: str
     dtype: str
@@ -77,6 +77,7 @@ class Row(NamedTuple):
     latency_s: float
     spread: float
     repeats: int
+    stages: int = 1
 
 
 class Scene(NamedTuple):

@@ -72,7 +72,7 @@ class Memory:
 
     models: Mapping[str, int]
     requests: Ring = field(default_factory=lambda: Ring(REQUESTS, 8, np.float64))
-    steps: Ring = field(default_factory=lambda: Ring(STEPS, 6, np.float32))
+    steps: Ring = field(default_factory=lambda: Ring(STEPS, 7, np.float32))
     live: dict[int, Job] = field(default_factory=dict)
 
     def arrived(self, job: Job) -> None:
@@ -107,8 +107,8 @@ class Memory:
     def known_steps(self, running: Running) -> NDArray[np.float32]:
         """The steps of the ring, and the warm-up steps, which every model of the start has."""
         facts = [each for each in running.spec.models if each.id in self.models]
-        timed = [(self.models[each.id], step[0], step[1], 0, 0, step[2]) for each in facts for step in each.measured]
-        return np.concatenate([np.array(timed, np.float32).reshape(-1, 6), self.steps.copy()])
+        timed = [(self.models[each.id], step[0], step[1], 0, 0, 1, step[2]) for each in facts for step in each.measured]
+        return np.concatenate([np.array(timed, np.float32).reshape(-1, 7), self.steps.copy()])
 
     def hear(self, running: Running) -> None:
         for gpu, relay in running.relays.items():
@@ -118,8 +118,8 @@ class Memory:
 
 class _Tap:
     """Hears the engines of a host before their driver does. A step's time is its period, as in ``step_probe.py``; after a pause
-    it is what the engine says. Engines of one process take turns. Pipelines of instances do not count: several of their steps
-    are under way, and the simulator makes them of an instance's."""
+    it is what the engine says. Engines of one process take turns. A pipeline's step counts the seconds of all its stages. Where
+    the step before was still under way, its period is one stage's time."""
 
     def __init__(self, to: EngineListener, host: EngineHost, memory: Memory) -> None:
         self._to, self._host, self._memory = to, host, memory
@@ -134,14 +134,14 @@ class _Tap:
         self._before[report.engine] = self._last = report._replace(chunks=())
         begun_s = last.ended_s if last is not None and busy else report.started_s
         handle = self._host.engines.get(report.engine)  # one that was removed may have had its last word
-        if handle is None or handle.config.borrows:
-            self._to.on_step(report)
-            return
-        if (report.prefill_tokens or report.decodes) and report.ended_s > begun_s:
+        if handle is not None and (report.prefill_tokens or report.decodes) and report.ended_s > begun_s:
             turned = last is not None and busy and last.engine != report.engine
+            stages, seconds = handle.config.stages, report.ended_s - begun_s
+            if stages > 1:
+                overlaps = last is not None and report.started_s < last.ended_s
+                seconds = stages * seconds if overlaps else report.ended_s - report.started_s
             sizes = report.prefill_tokens, report.decodes, report.context_tokens
-            number = self._memory.models.get(handle.config.name, -1)
-            self._memory.steps.add((number, *sizes, turned, report.ended_s - begun_s))
+            self._memory.steps.add((self._memory.models.get(handle.config.name, -1), *sizes, turned, stages, seconds))
         self._to.on_step(report)
 
     def on_died(self, engine: int, reason: str, lost: tuple[int, ...], crashed: bool = False) -> None:

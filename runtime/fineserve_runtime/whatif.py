@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -97,11 +98,12 @@ def _means(values: Floats, level: NDArray[np.int64]) -> Floats:
     return means
 
 
-def kinds(steps: NDArray[Any]) -> Iterator[tuple[int, int, int, int, bool, Floats]]:
-    """Parts of a model's steps by kind: decodes, cached tokens of each, prompt tokens, how many, whether in turn, and their
-    seconds. ``steps``: prompt tokens, decodes, cached tokens, in turn, seconds."""
-    for prompts in (False, True):
-        new, decodes, context, turned, seconds = steps[(steps[:, 0] > 0) == prompts].T.astype(np.float64)
+def kinds(steps: NDArray[Any]) -> Iterator[tuple[int, int, int, int, bool, int, Floats]]:
+    """Parts of a model's steps by kind: decodes, cached tokens of each, prompt tokens, how many, whether in turn, stages, and
+    their seconds. ``steps``: prompt tokens, decodes, cached tokens, in turn, stages, seconds."""
+    for prompts, stages in product((False, True), np.unique(steps[:, 4]).tolist()):
+        wanted = ((steps[:, 0] > 0) == prompts) & (steps[:, 4] == stages)
+        new, decodes, context, turned, _, seconds = steps[wanted].T.astype(np.float64)
         if not len(new):
             continue
         many, total = _levels(decodes), _levels(new + decodes)
@@ -117,7 +119,7 @@ def kinds(steps: NDArray[Any]) -> Iterator[tuple[int, int, int, int, bool, Float
             added = max(1, int(tokens[first]) - count) if prompts else 0
             for part in np.array_split(rows, max(1, len(rows) // max(_LEAST, len(steps) // _ROWS))):
                 context_tokens = round(float(cached[part].mean())) if count else 0
-                yield count, context_tokens, added, len(part), bool(turned[first]), seconds[part]
+                yield count, context_tokens, added, len(part), bool(turned[first]), int(stages), seconds[part]
 
 
 def table_of(steps: NDArray[Any], served: Scenario, path: Path) -> int:
@@ -140,10 +142,10 @@ def _rows(steps: NDArray[Any], model: ServedModel) -> list[Row]:
     precision, rows = model.precision, []
     dtype = GEMM_DTYPE[precision.weight_bits, precision.activation_bits]
     about = model.model.name, dtype, "eager", KV_DTYPE[precision.kv_bits]
-    for decodes, context, new, count, turned, seconds in kinds(steps):
+    for decodes, context, new, count, turned, stages, seconds in kinds(steps):
         low, high = np.quantile(seconds, [0.25, 0.75]).tolist()
         mean = float(seconds.mean())
-        rows.append(Row(*about, decodes, context, new, 0, turned, mean, (high - low) / mean, count))
+        rows.append(Row(*about, decodes, context, new, 0, turned, mean, (high - low) / mean, count, stages))
     return rows
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from groupkit import GROUP_SYSTEMS, burst, cluster, lawful, simulate_groups, system
 from hypothesis import given, settings
@@ -14,7 +17,7 @@ from simkit import Row, pinned, served, solo, step_model
 
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario, ScenarioError, simulate
 from fineserve_sim.cluster.compose.profiling import chunk_cost
-from fineserve_sim.cluster.scenario import Fault, wrong_fault
+from fineserve_sim.cluster.scenario import Fault, MeasuredSteps, wrong_fault
 from fineserve_sim.experiment.reproduce.papers.kunserve.pipeline_model import finish_times_s
 from fineserve_sim.systems import SystemSpec
 from fineserve_sim.systems.spec import MooreHodgsonSpec, RoundRobinDispatchSpec, SpareInstancesSpec, SwapPoolsSpec
@@ -106,8 +109,8 @@ def _stage_times(scenario: Scenario, chunks: list[int], stages: int) -> list[lis
         pairs = chunk * prefix + chunk * (chunk + 1) // 2
         last = number == len(chunks) - 1
         whole_s = step.step_s(0, 0, chunk, pairs, prefix, int(last))
-        overhead_s = step.overhead_s
-        rows.append([overhead_s + (whole_s - overhead_s) / stages] * stages)
+        host_s = step.stage_host_s
+        rows.append([host_s + (whole_s - host_s) / stages] * stages)
         prefix += chunk
     return rows
 
@@ -139,6 +142,20 @@ def test_a_lone_prompt_takes_the_time_of_the_recurrence(queues: str, stages: int
     assert expected >= finish_times_s(rows, transfer_s)[-1][-1]
     result = lawful(scenario).result
     assert result.first_token_s[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_stage_has_its_hosts_time_to_itself_in_measured_steps_too(tmp_path: Path) -> None:
+    """Whole steps take 2 ms and 10 us a token; steps of a pipeline of two 5 ms more."""
+    kinds = [(decodes, tokens, stages) for decodes in (0, 1, 8) for tokens in (8, 64, 256, 512) for stages in (1, 2)]
+    decodes, tokens, stages = (np.array(column) for column in zip(*kinds, strict=True))
+    about = {"model": "llama-3.2-1b", "dtype": "bfloat16", "mode": "eager", "context": 0, "cached_tokens": 0}
+    columns = {name: [value] * len(kinds) for name, value in about.items()}
+    seconds = 2e-3 + 1e-5 * (decodes + tokens) + 5e-3 * (stages - 1)
+    columns |= {"decodes": decodes, "prefill_tokens": tokens, "stages": stages, "latency_s": seconds}
+    pq.write_table(pa.table(columns), tmp_path / "step.parquet")
+    measured = EngineSettings(deployment="vllm-eager", step_times=MeasuredSteps(str(tmp_path / "step.parquet"), "0"))
+    run = lawful(cluster("vllm-pp", [(0.0, 256, 1)], instances=2, settings=measured, network_bytes_per_s=1e15))
+    assert run.result.first_token_s[0] == pytest.approx(2e-3 + 256e-5 + 5e-3, rel=0.01)
 
 
 def test_a_pipeline_of_two_holds_two_copies_less_one_of_weights() -> None:

@@ -1,4 +1,4 @@
-"""What a turn of another engine costs, out of a table that has steps alone and in turn."""
+"""What a turn of another engine costs, and what a stage of a pipeline has to itself, out of tables that have such steps."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from fineserve_sim.latency.measured_steps import MeasuredStepModel, fit_steps
 from fineserve_sim.latency.sharing import in_turn
 
 TURN_S, ROW_S, KV_S = 100e-6, 40e-6, 30e-9
+HOST_S = 3e-3
 
 
 def table(*, with_turns: bool) -> dict[str, Any]:
@@ -52,3 +53,21 @@ def test_two_engines_in_turn_wait_for_both_turns() -> None:
 
 def _model(fit: Any) -> MeasuredStepModel:
     return MeasuredStepModel(model("llama-3.1-8b"), precision("W16A16"), gpu("h100-sxm"), fit, "made up")
+
+
+def pipelined() -> dict[str, Any]:
+    """The table without turns, and every kind of step again by a pipeline of two stages."""
+    whole = table(with_turns=False)
+    stages = np.repeat([1.0, 2.0], len(whole["latency_s"]))
+    columns = {name: np.tile(values, 2) for name, values in whole.items()}
+    return columns | {"latency_s": columns["latency_s"] + (stages - 1) * HOST_S, "stages": stages}
+
+
+def test_steps_of_pipelines_tell_what_each_stage_has_to_itself() -> None:
+    alone, fit = fit_steps(table(with_turns=False)), fit_steps(pipelined())
+    assert fit.host_s == pytest.approx(HOST_S, rel=0.02) and alone.host_s == 0
+    batch = (4, 600, 0, 0, 0, 4)
+    assert _model(fit).step_s(*batch) == pytest.approx(_model(alone).step_s(*batch), rel=0.01)
+    slower = _model(fit)
+    slower.slow_down(2.0)
+    assert slower.stage_host_s == 2 * fit.host_s

@@ -209,6 +209,17 @@ def test_systems_that_engines_cannot_play_are_refused(tmp_path: Path) -> None:
     assert served_scenario(loaded, None).system.name == "p"
 
 
+@pytest.mark.parametrize("system", ["distserve", "vllm-pd"])
+def test_roles_are_refused_by_name(system: str, tmp_path: Path) -> None:
+    one = [
+        ("models", "[{id: tiny-bf16, model: {config: bf16/config.json}, precision: W16A16, rate_per_s: 4}]"),
+        ("runtime.models", "{tiny-bf16: {path: bf16}}"),
+        ("cluster.count", "2"),
+    ]
+    with pytest.raises(ConfigError, match=f"{system}: real engines have no roles axis yet"):
+        load_file(write_file(tmp_path), [*one, ("systems", f"[{system}]")])
+
+
 @pytest.mark.parametrize(
     ("memory", "change", "problem"),
     [

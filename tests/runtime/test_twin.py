@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import numpy as np
@@ -16,18 +18,19 @@ from filekit import write_file
 from fineserve_runtime.bounds import Bounds, Deadlines
 from fineserve_runtime.cli import app
 from fineserve_runtime.config import load_file
-from fineserve_runtime.engines.api import EngineConfig, EngineHost, EngineListener, HostConfig, Sampling
+from fineserve_runtime.engines.api import EngineConfig, EngineHost, EngineListener, HostConfig, Sampling, StepReport
 from fineserve_runtime.jobs import Job, Refused
 from fineserve_runtime.launch import StartHost
 from fineserve_runtime.metrics import TWIN_IS_OFF
 from fineserve_runtime.server.whatif import Move, moves_to
-from fineserve_runtime.twin import Ring
+from fineserve_runtime.twin import Memory, Ring, _Tap
 from fineserve_runtime.whatif import kinds, past
 from runtimekit import HANGS_S, Heard
 from serverkit import ByteTokenizer
 from twinkit import NAMES, ROOT, SWAPPED, TWO, Here, serving_twin, trade_places
 from typer.testing import CliRunner
 
+from fineserve_sim.policy.interfaces import EngineState
 from fineserve_sim.systems.spec import AdaptiveSpec
 
 
@@ -74,16 +77,35 @@ def test_an_output_that_is_not_known_is_the_mean_of_its_models() -> None:
 
 
 def test_every_step_is_in_a_row_of_its_kind() -> None:
-    """Prompt tokens, decodes, cached tokens, in turn, seconds."""
+    """Prompt tokens, decodes, cached tokens, in turn, stages, seconds."""
     rng = np.random.default_rng(1)
-    steps = np.column_stack(
-        [rng.choice([0, 32, 64], 600), rng.integers(1, 5, 600), np.zeros(600), rng.integers(0, 2, 600), rng.random(600)]
-    )
+    prompts, flags = rng.choice([0, 32, 64], 600), rng.integers(0, 2, (2, 600))
+    steps = np.column_stack([prompts, rng.integers(1, 5, 600), np.zeros(600), flags[0], 1 + flags[1], rng.random(600)])
     found = list(kinds(steps))
-    assert sum(count for _, _, _, count, _, _ in found) == 600
-    assert sum(seconds.sum() for *_, seconds in found) == pytest.approx(steps[:, 4].sum())
-    assert {new for _, _, new, _, _, _ in found} >= {0, 32, 64} and {decodes for decodes, *_ in found} == {1, 2, 3, 4}
-    assert sum(count for *_, count, turned, _ in found if turned) == steps[:, 3].sum()
+    assert sum(count for _, _, _, count, *_ in found) == 600
+    assert sum(seconds.sum() for *_, seconds in found) == pytest.approx(steps[:, 5].sum())
+    assert {new for _, _, new, *_ in found} >= {0, 32, 64} and {decodes for decodes, *_ in found} == {1, 2, 3, 4}
+    assert sum(count for *_, count, turned, _, _ in found if turned) == flags[0].sum()
+    assert sum(count for *_, count, _, stages, _ in found if stages == 2) == flags[1].sum()
+
+
+def test_a_pipelines_step_counts_all_its_stages() -> None:
+    """A batch alone takes its time in both stages. Two that are under way at a time leave one after the other, a stage's time
+    apart."""
+    memory, heard = Memory({"m": 0}), list[StepReport]()
+    listener: Any = SimpleNamespace(on_step=heard.append)
+    engines = {0: SimpleNamespace(config=SimpleNamespace(stages=2, name="m"))}
+    host: Any = SimpleNamespace(engines=engines, config=SimpleNamespace(mode="processes"))
+    tap, state = _Tap(listener, host, memory), EngineState(4, 4, 0, 4, 1000, 1.0)
+    for begun_s, ended_s in ((0.0, 1.0), (2.0, 3.0), (2.5, 3.4), (3.0, 3.8)):
+        tap.on_step(StepReport(0, begun_s, ended_s, 0.0, 0, 4, 100, (), (), state))
+    assert memory.steps.copy()[:, -2:].tolist() == [
+        [2, 1.0],
+        [2, 1.0],
+        [2, pytest.approx(0.8)],
+        [2, pytest.approx(0.8)],
+    ]
+    assert len(heard) == 4
 
 
 def test_the_server_answers_what_if_and_says_how_far_it_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

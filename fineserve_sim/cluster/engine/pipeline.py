@@ -3,7 +3,7 @@
 Each stage is an instance with a contiguous range of layers; each lane is one batch in flight. The engine forms a batch when
 its first stage begins it. The batch leaves stage s at ``max(stage free, arrival from stage s - 1) + its time``. Between stages
 its activations cross a link. A stage takes its share of layers of the whole model's device time on its GPUs, and the host's
-overhead on top. A host floor shrinks in the same proportion.
+overhead on top, all of it. A host floor shrinks in the same proportion.
 
 KV memory is counted in blocks of the whole model. A block takes bytes on every instance in proportion to its layers, so the
 tightest instance bounds the engine.
@@ -133,7 +133,7 @@ class Pipeline(Executor):
         whole_s = {step: step.step_s(*sums) for step in self._paces}
         layers = self.stages[0].sizes.layers
         return tuple(
-            step.overhead_s + (whole_s[step] - step.overhead_s) * len(own) / layers
+            step.stage_host_s + (whole_s[step] - step.stage_host_s) * len(own) / layers
             for step, own in zip(self._steps, self.engine.layout, strict=True)
         )
 

@@ -196,7 +196,7 @@ class TokenChunk(NamedTuple):
 
 
 class StepReport(NamedTuple):
-    """One step of one engine, sent at its end.
+    """One step of one engine, sent at its end. A pipeline begins a step while the one before is under way.
 
     ``prefill_tokens`` and ``decodes`` are its composition, ``context_tokens`` what its sequences had in cache before it;
     ``schedule_s`` is the part of ``ended_s - started_s`` spent in the scheduler. ``preempted`` names requests that lost

@@ -227,10 +227,11 @@ class SteppedCore:
         self.preemptions += len(preempted)
         scheduler.note_duration(time.monotonic() - started_s)
         composition, schedule_s = scheduler.composition, scheduler.schedule_s
-        scheduler.preempted, scheduler.schedule_s = [], 0.0
+        begun_s = started_s if scheduler.begun_s is None else scheduler.begun_s
+        scheduler.preempted, scheduler.schedule_s, scheduler.begun_s = [], 0.0, None
         return StepReport(
             engine=self.engine,
-            started_s=started_s,
+            started_s=begun_s,
             ended_s=time.monotonic(),
             schedule_s=schedule_s,
             prefill_tokens=composition.prefill_tokens,

@@ -7,6 +7,7 @@ may write it is still in flight. It goes back only when that step's output has c
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterable
 from functools import partial
 from typing import Any, NamedTuple
@@ -61,6 +62,8 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
         self.defer_block_free = vllm_config.max_concurrent_batches > 1
         self.preempted: list[str] = []
         self.schedule_s = 0.0
+        self.begun_s: float | None = None  # of the step that ended last, until it is reported
+        self._under_way: deque[float] = deque()
         self.starved = self.waits = False
         self.composition = Composition(0, 0, 0)
         self._unprefilled: dict[str, int] = {}  # prompt tokens to compute, of requests that do not decode
@@ -75,7 +78,8 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
         self._unprefilled[request.request_id] = request.num_tokens - self.carried.tokens_of(request.request_id)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        started_s = time.perf_counter()
+        started_s = time.monotonic()
+        self._under_way.append(started_s)
         with self.lease.exclusive():
             self.pool.make_room()
             self.max_num_active_reqs = self._active_limit if self.lease.may_start() else 0
@@ -100,7 +104,7 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
             self.preempted.append(request_id)
             left = self.requests[request_id].num_tokens - self.carried.tokens_of(request_id)
             self._unprefilled[request_id] = left
-        self.schedule_s += time.perf_counter() - started_s
+        self.schedule_s += time.monotonic() - started_s
         return output
 
     def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
@@ -162,7 +166,7 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
         return self.lease.take_stale() or None
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        self.composition = _composition(scheduler_output)
+        self.begun_s, self.composition = self._under_way.popleft(), _composition(scheduler_output)
         self._ended = _chunks(scheduler_output) if self._parts else []
         unfinished = len(self.requests)
         outputs = super().update_from_output(scheduler_output, model_runner_output)

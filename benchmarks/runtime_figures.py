@@ -1,0 +1,337 @@
+"""Two figures of the papers in small, on real engines and beside the simulator.
+
+    python benchmarks/runtime_figures.py bursts FOLDER     KunServe, Fig. 13: bursts that overflow the KV of two engines
+    python benchmarks/runtime_figures.py idle FOLDER       Prism, Fig. 6: four models, two of which are idle at any time
+
+Each system plays the same traces in real time, each of its own seed; a pair is a trace under two systems. The twin's simulator
+predicts each system from the requests and the steps that the engines had under the first system alone ("predicted"). Steps of
+pipelines come from a probe, a trace that no system plays. The simulator also has the run from that run's own steps ("own
+steps"). The difference between the two is the *pace*. What is left between "own steps" and the engines is the *queue*:
+batching, memory, policy, and what drops and swaps take.
+
+Prints the tables of docs/parity.md. A system that was played stays. Needs vLLM on the CPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from fineserve_runtime.config import load_file
+from fineserve_runtime.engines.api import Logprobs, Sampling, TinyModel
+from fineserve_runtime.jobs import End, Job
+from fineserve_runtime.launch import Running, launch
+from fineserve_runtime.serve import served_scenario
+from fineserve_runtime.twin import Memory, Question, Twin
+
+SIDES = ("real", "predicted", "own steps")
+CLUSTER = """\
+fineserve: 1
+title: {title}
+cluster:
+  count: {devices}
+  gpu: {{name: cpu, memory_gib: 4, memory_bytes_per_s: 1.0e+10, bf16_flops_per_s: 1.0e+11, pcie_bytes_per_s: 1.0e+9,
+         efficiency: roofline-scaled, source: "not used: steps are measured"}}
+engine: {{block_tokens: 32, max_sequences: 64, token_budget: 256, context_bytes: 0}}
+workload: {{lengths: {{prompt_tokens: 56, output_tokens: 150}}, requests: 100}}
+slo: {{ttft_s: {slo_s}}}
+seeds: 1
+"""
+
+Row = tuple[float, int, int, int]
+"""A request: arrival in seconds, number of its model, prompt and output tokens."""
+
+Trace = Sequence[Row]
+Incident = Callable[[str, dict[str, object]], None]
+PROBE_SEED, PROBE_S, STAGES = 1000, 45.0, 5  # STAGES: a column of the twin's steps
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure in small. ``systems`` as a file has them, by name; ratios are to the first. ``value``: the figure's, of what the
+    twin answers, and ``scale`` times as much is printed. Requests of each model arrive at a ``rate`` by the time, at most
+    ``most_per_s``. ``probe``: a system with pipelines, whose steps are measured first."""
+
+    title: str
+    says: str
+    value: str
+    scale: float
+    systems: Mapping[str, str]
+    models: int
+    devices: int
+    region_bytes: int
+    slo_s: float
+    rate: Callable[[int, float], float]
+    most_per_s: float
+    prompt: tuple[float, float, int, int]  # log-normal: mean and deviation of the logarithm, bounds
+    output: tuple[float, float, int, int]
+    probe: str | None = None
+
+    def draw(self, seed: int, seconds: float) -> list[Row]:
+        """Poisson arrivals of each model, thinned to its rate."""
+        rng = np.random.default_rng(seed)
+        rows: list[Row] = []
+        for model in range(self.models):
+            now_s = rng.exponential(1 / self.most_per_s)
+            while now_s < seconds:
+                if rng.random() < self.rate(model, now_s) / self.most_per_s:
+                    rows.append((now_s, model, _length(rng, self.prompt), _length(rng, self.output)))
+                now_s += rng.exponential(1 / self.most_per_s)
+        return sorted(rows)
+
+    def file(self, folder: Path) -> Path:
+        """The experiment file of all systems, in ``folder``, and its models."""
+        from fineserve_runtime.engines.tiny_model import tiny_model
+
+        paths = {f"m{number}": tiny_model(TinyModel(seed=number + 1), folder).name for number in range(self.models)}
+        model = "  - {{id: {}, model: {{config: {}/config.json}}, precision: W16A16, rate_per_s: 1}}"
+        runtime = {
+            "region_bytes": self.region_bytes,
+            "region_name": f"figures-{os.getpid()}",
+            "weights_in_region": True,
+            "queued_requests": 10000,
+            "models": {name: {"path": path, "max_model_len": 512} for name, path in paths.items()},
+        }
+        parts = [
+            CLUSTER.format(title=self.title, devices=self.devices, slo_s=self.slo_s),
+            "models:\n" + "".join(model.format(*each) + "\n" for each in paths.items()),
+            f"systems: [{', '.join(self.systems.values())}]\n",
+            f"runtime: {json.dumps(runtime)}\n",
+        ]
+        path = folder / "figure.yaml"
+        path.write_text("".join(parts), encoding="utf-8")
+        return path
+
+
+def _length(rng: np.random.Generator, law: tuple[float, float, int, int]) -> int:
+    return int(np.clip(rng.lognormal(*law[:2]), *law[2:]))
+
+
+def _bursts(model: int, now_s: float) -> float:
+    """A burst of five seconds in the middle of every fifteen."""
+    return 7.0 if 5 <= now_s % 15 < 10 else 1.0
+
+
+def _by_turns(model: int, now_s: float) -> float:
+    """Each model is asked for half of the time, two at any moment."""
+    return 3.0 if (now_s / 24 + model / 4) % 1 < 0.5 else 0.0
+
+
+FIGURES = {
+    "bursts": Figure(
+        "KunServe's Fig. 13 in small",
+        "P99 TTFT in ms",
+        "ttft_p99_s",
+        1e3,
+        {name: name for name in ("vllm-dp", "vllm-pp", "infercept", "llumnix", "kunserve")},
+        models=1,
+        devices=2,
+        region_bytes=208 * 32768,  # of which some 53 blocks are left beside the weights
+        slo_s=5.0,
+        rate=_bursts,
+        most_per_s=7.0,
+        prompt=(3.9, 0.5, 16, 160),
+        output=(5.0, 0.3, 64, 256),
+        probe="vllm-pp",
+    ),
+    "idle": Figure(
+        "Prism's comparison in small",
+        "first tokens in time, %",
+        "in_time",
+        100,
+        {
+            "muxserve++": "{base: muxserve++, name: muxserve++, memory: {policy: kvcached, page_bytes: 16384}}",
+            "qlm": "{base: qlm, name: qlm, residency: {policy: qlm, swap_s: 0.1, tick_s: 0.05}}",
+            "prism": "{base: prism, name: prism, memory: {policy: kvcached, page_bytes: 16384},"
+            " residency: {policy: prism, idle_s: 2.0, move: false, tick_s: 0.2}}",
+        },
+        models=4,
+        devices=1,
+        region_bytes=700 * 32768,
+        slo_s=0.5,
+        rate=_by_turns,
+        most_per_s=3.0,
+        prompt=(3.9, 0.5, 16, 160),
+        output=(5.0, 0.3, 64, 256),
+    ),
+}
+
+
+class _Sink:
+    ended_as: str | None = None
+
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None: ...
+
+    def ended(self, end: End) -> None:
+        self.ended_as = end.kind
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("figure", choices=FIGURES)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=45.0)
+    parser.add_argument("--systems", nargs="+", help="the first system of the figure first")
+    options = parser.parse_args()
+    figure, folder = FIGURES[options.figure], options.folder.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    systems = options.systems or list(figure.systems)
+    traces = [figure.draw(seed, options.seconds) for seed in range(options.pairs)]
+    found = {name: played(folder, figure, name, systems, traces) for name in systems}
+    print(table(found, figure))
+
+
+def played(
+    folder: Path, figure: Figure, system: str, systems: Sequence[str], traces: Sequence[Trace]
+) -> list[dict[str, Any]]:
+    """By trace what the engines did, and what the simulator says of it."""
+    path = folder / f"{system}.json"
+    if not path.exists():
+        others, probed = (systems[1:], probe(folder, figure)) if system == systems[0] else ((), [])
+        path.write_text(json.dumps(play(figure.file(folder), figure, system, traces, others, probed)))
+    found: list[dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+@contextmanager
+def started(file: Path, system: str, on_incident: Incident) -> Iterator[tuple[Running, Memory, Twin]]:
+    loaded = load_file(file, serving=False)
+    scenario = served_scenario(loaded, system)
+    memory = Memory({model.id: number for number, model in enumerate(scenario.models)})
+    with launch(loaded, scenario, observers=(memory,), on_incident=on_incident) as running:
+        memory.hear(running)
+        yield running, memory, Twin(loaded, scenario, running, memory, lambda errors: None, lambda what, facts: None)
+
+
+def probe(folder: Path, figure: Figure) -> list[list[float]]:
+    """Steps of pipelines, as the twin's memory has them."""
+    path = folder / "probe.json"
+    if figure.probe is None:
+        return []
+    if not path.exists():
+        with started(figure.file(folder), figure.probe, lambda what, facts: None) as (running, memory, _):
+            send(running, figure.draw(PROBE_SEED, PROBE_S), list(memory.models), figure.slo_s)
+            steps = memory.steps.copy()
+        path.write_text(json.dumps(steps[steps[:, STAGES] > 1].tolist()))
+    found: list[list[float]] = json.loads(path.read_text())
+    return found
+
+
+def play(
+    file: Path,
+    figure: Figure,
+    system: str,
+    traces: Sequence[Trace],
+    others: Sequence[str],
+    probed: Sequence[list[float]],
+) -> list[dict[str, Any]]:
+    """One system on real engines, trace after trace. After each, when all requests have ended, the twin is asked for it and for
+    ``others``. Raises RuntimeError where a request failed."""
+    incidents, found = list[tuple[str, dict[str, object]]](), list[dict[str, Any]]()
+    with started(file, system, lambda *told: incidents.append(told)) as (running, memory, twin):
+        for trace in traces:
+            memory.requests, memory.steps = Memory({}).requests, Memory({}).steps
+            load, before = os.getloadavg()[0], len(incidents)
+            send(running, trace, list(memory.models), figure.slo_s)
+            answer = twin.ask(Question())
+            for step in probed:
+                memory.steps.add(tuple(step))
+            found.append(
+                {
+                    "real": answer["measured"],
+                    "own steps": answer["simulated"],
+                    "others": {name: twin.ask(Question(system=name))["whatif"] for name in others},
+                    "incidents": incidents[before:],
+                    "load": [load, os.getloadavg()[0]],
+                }
+            )
+    return found
+
+
+def send(running: Running, trace: Trace, names: Sequence[str], slo_s: float) -> None:
+    """All requests at their times, until they have ended. Raises RuntimeError where one failed."""
+    prompts = [tuple(random.Random(number).choices(range(10, 250), k=row[2])) for number, row in enumerate(trace)]
+    sinks, begin_s = [], time.monotonic()
+    for prompt, (arrival_s, model, _, output) in zip(prompts, trace, strict=True):
+        time.sleep(max(0.0, begin_s + arrival_s - time.monotonic()))
+        sampling, sink, name = Sampling(max_tokens=output, ignore_eos=True), _Sink(), names[model]
+        sinks.append(sink)
+        running.driver.submit(lambda id: Job(id, name, prompt, sampling, sink, slo_s))  # noqa: B023  # called at once
+    if not running.driver.wait_empty(300) or not {sink.ended_as for sink in sinks} <= {"finished", "refused"}:
+        raise RuntimeError("requests did not finish")
+
+
+# --- tables ------------------------------------------------------------------------------------------------------------
+
+
+Played = Mapping[str, Sequence[dict[str, Any]]]
+
+
+def table(found: Played, figure: Figure) -> str:
+    base, *_ = found
+    lines = [
+        f"| | real | predicted | own steps | real / {base} | predicted / {base} | off |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in found:
+        value = {side: _values(found, figure, name, side) for side in SIDES}
+        ratio = {side: value[side] / _values(found, figure, base, side) for side in SIDES[:2]}
+        off = np.median(np.abs(ratio["predicted"] / ratio["real"] - 1))
+        values = [f"{figure.scale * np.median(each):.0f}" for each in value.values()]
+        ratios = [_interval(each) for each in ratio.values()]
+        lines.append(f"| {name} | {' | '.join([*values, *ratios])} | {off:.0%} |")
+    loads = [load for runs in found.values() for run in runs for load in run["load"]]
+    lines += ["", f"{figure.says}, medians of the traces; load {min(loads):.1f} to {max(loads):.1f}", ""]
+    return "\n".join([*lines, *_split(found, figure), "", *_incidents(found)])
+
+
+def _values(found: Played, figure: Figure, name: str, side: str) -> np.ndarray:
+    base, *_ = found
+    if side == "predicted" and name != base:
+        return np.array([run["others"][name][figure.value] for run in found[base]])
+    return np.array([run["own steps" if side == "predicted" else side][figure.value] for run in found[name]])
+
+
+def _interval(ratios: np.ndarray) -> str:
+    """The geometric mean, and its 95 % interval by bootstrap over the traces."""
+    logs = np.log(ratios)
+    draws = np.random.default_rng(0).choice(logs, (2000, len(logs))).mean(axis=1)
+    low, high = np.exp(np.quantile(draws, (0.025, 0.975)))
+    return f"{np.exp(logs.mean()):.2f} ({low:.2f} to {high:.2f})"
+
+
+def _split(found: Played, figure: Figure) -> list[str]:
+    """What is between prediction and engines, in each trace."""
+    lines = ["| gap | all | pace | queue |", "|---|---|---|---|"]
+    for name in found:
+        real, predicted, own = (_values(found, figure, name, side) for side in SIDES)
+        parts = predicted / real - 1, predicted / own - 1, own / real - 1
+        lines.append(f"| {name} | {' | '.join(', '.join(f'{each:+.0%}' for each in part) for part in parts)} |")
+    return lines
+
+
+def _incidents(found: Played) -> list[str]:
+    """How often each system told what, by trace; of drops, what they took."""
+    lines = []
+    for name, runs in found.items():
+        kinds = sorted({what for run in runs for what, _ in run["incidents"]})
+        counts = {kind: [sum(what == kind for what, _ in run["incidents"]) for run in runs] for kind in kinds}
+        lines += [f"{name}: {counts}"] if counts else []
+        drops = [facts for run in runs for what, facts in run["incidents"] if what == "layers dropped"]
+        for part in ("stop_s", "reshape_s", "deliver_s") if drops else ():
+            lines.append(f"  {part}: median {1e3 * np.median([each[part] for each in drops]):.0f} ms")
+    return lines
+
+
+if __name__ == "__main__":
+    main()
