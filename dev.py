@@ -29,7 +29,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent
 MINIMUM = (3, 11)
 REAL = [f"tests/calibrate/test_{name}_real.py" for name in ("probes", "campaign")]
-RUNTIME_TESTS = ["--durations=10", "tests/runtime", *REAL]
+RUNTIME_TESTS = ["--numprocesses=2", "--dist=loadfile", "--durations=10", "tests/runtime", *REAL]
 COMPILED = ROOT / "build" / "compiled"
 PROCESSES = min(8, (os.cpu_count() or 1) + 1)
 """Of the tests: one more than there are cores, for tests of servers wait most of their time."""
