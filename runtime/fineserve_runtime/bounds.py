@@ -38,7 +38,8 @@ class Bounds:
 
 
 class Deadlines:
-    """What deadlines are under ``scheduler``, and who missed his. ``slo_s``: the TTFT limit by model, read as it is then."""
+    """Which deadlines hold under ``scheduler``, and which requests missed theirs. ``slo_s``: the TTFT limit by model, read as
+    it is then."""
 
     def __init__(self, scheduler: SchedulerSpec, bounds: Bounds, slo_s: Mapping[str, float]) -> None:
         self._by_deadline = not isinstance(scheduler, FcfsSpec)
@@ -55,11 +56,12 @@ class Deadlines:
         return begin_s + limit_s - self._slo_s[job.model]
 
     def missed(self, job: Job, reason: str) -> End:
-        """How a request ends that its local scheduler drops. The deadline of one with tokens out is that of who waits."""
+        """How a request ends that its local scheduler drops. A request that has tokens out keeps the deadline of a request
+        that waits."""
         return self._bounds.unserved(job) if job.generated else End("refused", "deadline", reason)
 
     def overdue(self, job: Job, now: float, *, unled: bool) -> End | None:
-        """How a late request ends, if it does. Local schedulers look after deadlines, but not of those who have no engine
+        """How a late request ends, if it does. Local schedulers watch deadlines, except of requests without an engine
         (``unled``)."""
         if unled and self._drops_late and job.first_token_s is None and now - job.due_from_s > job.slo_s:
             return End("refused", "deadline", f"no engine served model {job.model} in time", 1.0)

@@ -1,4 +1,4 @@
-"""The file of ``fineserve-run``: an experiment, as the simulator takes it, and a section ``runtime`` with what is real.
+"""The file of ``fineserve-run``: an experiment of the simulator, and a section ``runtime`` about the real engines.
 
     runtime:
       backend: cpu
@@ -6,7 +6,7 @@
       models:
         A: {path: models/a, kv_cache_dtype: fp8_e4m3, max_model_len: 1024}
 
-Errors are those of the simulator: one line with file, line and key.
+Errors look as in the simulator: one line with file, line and key.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ModelFiles(Strict):
 
 
 class AddedModel(ModelFiles):
-    """A model that is added to a running server: its files, and what a file says of it in ``models``. ``device`` None: the
+    """A model that is added to a running server: its files, and its entry in ``models``. ``device`` None: the
     one with the most free memory."""
 
     ttft_slo_s: Positive | None = None
@@ -212,7 +212,7 @@ def _check(file: RuntimeFile, serving: bool) -> None:
 
 
 def _ranks_problem(section: RuntimeSection, name: str, tp: int | Literal["auto"], found: dict[str, Any]) -> str | None:
-    """What is wrong with a model on ``tp`` devices; ``found`` is its config.json."""
+    """The reason why a model cannot have ``tp`` devices, or None. ``found`` is its config.json."""
     stages = section.models[name].stages
     if tp == "auto":
         return "auto is for the simulator; say on how many devices the model is served"
@@ -224,7 +224,7 @@ def _ranks_problem(section: RuntimeSection, name: str, tp: int | Literal["auto"]
 def _on_devices_problem(
     section: RuntimeSection, name: str, devices: int, stages: int, found: dict[str, Any]
 ) -> str | None:
-    """What is wrong with an engine of the model over so many devices."""
+    """The reason why an engine of the model cannot span so many devices, or None."""
     if devices == 1:
         return None
     if section.backend == "cuda" or section.cluster is not None or section.mode == "in_process":
@@ -240,7 +240,7 @@ def _on_devices_problem(
 
 
 def _pipelines_problem(file: RuntimeFile, system: SystemSpec) -> str | None:
-    """What is wrong with a system that makes pipelines of instances."""
+    """The reason why a system cannot make pipelines of its instances, or None."""
     if system.execution is None:
         return None
     (model,), section = file.experiment.setup.models, file.section
@@ -251,7 +251,7 @@ def _pipelines_problem(file: RuntimeFile, system: SystemSpec) -> str | None:
 
 
 def _copies_problem(file: RuntimeFile, system: SystemSpec) -> str | None:
-    """What is wrong with a system that copies the KV of sequences between engines, or to host memory."""
+    """The reason why a system cannot copy KV between engines or to host memory, or None."""
     if system.migration is None and system.memory.policy != "swap":
         return None
     if file.section.backend == "cuda" or file.section.cluster is not None:
@@ -262,7 +262,7 @@ def _copies_problem(file: RuntimeFile, system: SystemSpec) -> str | None:
 
 
 def _drops_problem(file: RuntimeFile, system: SystemSpec) -> str | None:
-    """What is wrong with a system whose instances drop layers."""
+    """The reason why the instances of a system cannot drop layers, or None."""
     if system.drop is None:
         return None
     setup, section = file.experiment.setup, file.section
@@ -274,7 +274,7 @@ def _drops_problem(file: RuntimeFile, system: SystemSpec) -> str | None:
 
 
 def _memory_problem(file: RuntimeFile, system: SystemSpec) -> str | None:
-    """What is wrong with a system whose KV memory is no slab's."""
+    """The reason why a system cannot have KV memory other than a slab, or None."""
     memory = system.memory
     if isinstance(memory, ContiguousSpec):
         cached = [name for name, files in file.section.models.items() if files.prefix_caching]
@@ -285,7 +285,7 @@ def _memory_problem(file: RuntimeFile, system: SystemSpec) -> str | None:
 
 
 def _paging_problem(file: RuntimeFile, system: SystemSpec, pages: Paging) -> str | None:
-    """What is wrong with memory that is mapped page by page."""
+    """The reason why memory cannot be mapped page by page, or None."""
     name = f"memory {system.memory.policy}"
     if file.section.backend == "cuda":
         return f"{name} is served by backend cpu; with cuda take kv_slab or private"
@@ -297,7 +297,7 @@ def _paging_problem(file: RuntimeFile, system: SystemSpec, pages: Paging) -> str
 
 
 def _rows_problem(file: RuntimeFile, memory: MemorySpec) -> str | None:
-    """What is wrong with the chunks of the memory for one of the models."""
+    """The reason why one of the models cannot have the memory's chunks, or None."""
     for name, files in file.section.models.items():
         tokens = file.experiment.setup.engine.block_tokens
         engine = EngineConfig(name, Path(), files.dtype, None, files.kv_cache_dtype, tokens)

@@ -256,7 +256,7 @@ class Core:
 
 
 class KeepResident:
-    """The residency policy of systems without one: who is missing from its place is started again there."""
+    """The residency of systems without such a policy: an engine that is missing from its place is started again there."""
 
     def __init__(self, seats: Iterable[tuple[str, tuple[int, ...]]]) -> None:
         self._seats = tuple(seats)
@@ -323,8 +323,8 @@ class _Alone(NamedTuple):
 def measured_profile(
     model: ModelFacts, load: LoadFacts, times: StepTimes, token_budget: int
 ) -> tuple[OperatingPoint, ...]:
-    """What an engine reaches at each batch size, as the simulator profiles it. KV is in whole blocks; activations are in no
-    region, so they count for nothing."""
+    """The throughput and TTFT of an engine at each batch size, as in the simulator's profiles. KV is in whole blocks;
+    activations are in no region, so they count for nothing."""
 
     def bytes_of(batch: int, context: int) -> tuple[int, int]:
         return 0, batch * -(-context // model.block_tokens) * model.block_tokens * model.token_bytes

@@ -1,7 +1,7 @@
 """The decision log: one JSON line an event or command, as ``fineserve-sim run --decisions`` writes it too.
 
-The first line of a log of the runtime is ``{"core": ...}``: all that determines the core that decided. With it the log
-can be replayed (``replay_log``). A log that was rotated has that line at the head of each part.
+The first line of a log of the runtime is ``{"core": ...}``: all that determines the core that decided. The log can then be
+replayed (``replay_log``). A log that was rotated has that line at the head of each part.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class LogError(ValueError):
 
 
 class Decisions:
-    """What the core hears and says, told to ``log`` until that fails once; then ``on_failure`` hears why, and nothing more is
-    told. None: nobody listens."""
+    """Writes the events and commands of the core to ``log``. When that fails, ``on_failure`` hears why, and writing ends.
+    None: nobody listens."""
 
     def __init__(self, log: Log | None, on_failure: Callable[[Exception], None]) -> None:
         self._log = log

@@ -96,7 +96,7 @@ class Desk:
         return [job.tokens for job in self.on(engine) if job.first_token_s is None]
 
     def shortest_on(self, engine: int) -> Job | None:
-        """The request with the fewest tokens of those that decode on the engine and could go on elsewhere."""
+        """The request with the fewest tokens among those that decode on the engine and may go on elsewhere."""
         moves = [job for job in self.on(engine) if not job.unproven and job.can_resume]
         return min(moves, key=lambda job: (job.tokens, job.id), default=None)
 

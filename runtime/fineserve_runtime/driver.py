@@ -1,4 +1,4 @@
-"""The controller's driver on real engines: it tells the core what happens, and does what the core says.
+"""The driver of real engines: it tells events to the core, and carries out the core's commands.
 
 It takes no decision of its own. One lock guards the core and all requests. News comes from an engine at the end of its step, a
 client, the clock or a device thread. Its thread takes the lock, tells the core, carries out the commands and leaves. An
@@ -98,7 +98,7 @@ class Driver:
         return HostListener(self, gpu)
 
     def start(self, hosts: Mapping[int, EngineHost]) -> None:
-        """Engines run; put to sleep those that are not resident at first."""
+        """Start with running engines, and put to sleep the ones that are not resident at first."""
         places = Places(hosts, self._on_trouble)
         for engine, stay in enumerate(self._spec.stays):
             places.settle(engine, stay.model, stay.gpus)
@@ -122,8 +122,8 @@ class Driver:
         self._alarm.set(self._epoch_s)
 
     def begin_drain(self, patience_s: float | None = None) -> None:
-        """Refuse new requests from now on; those that are here go on. Clients are asked to come back after ``patience_s``.
-        Takes no lock: a signal handler may interrupt who holds it."""
+        """Refuse new requests from now on. Present requests go on. Clients are asked to come back after ``patience_s``.
+        Takes no lock, since a signal handler may interrupt the thread that holds it."""
         self._retry_after_s = patience_s
         self._draining = True
 
@@ -246,7 +246,7 @@ class Driver:
                 self.give_up(job, End("aborted", "abort", "the client left"))
 
     def complete(self, request_id: int) -> None:
-        """The client has what it wanted: its text reached a stop string. Unknown ids are ignored."""
+        """End a request whose text reached a stop string. Unknown ids are ignored."""
         with self._lock:
             if (job := self._desk.get(request_id)) is not None:
                 self.give_up(job, End("finished", "stop"))
@@ -337,15 +337,15 @@ class Driver:
         self._ask_again(engine)
 
     def _ask_again(self, engine: int) -> None:
-        """Busy engines ask at every step. Where all are idle and somebody still waits, the clock has to."""
+        """Busy engines ask at every step. Where all engines are idle and a request still waits, the clock asks again."""
         states = self._places.states(self._core.scope_of(engine))
         if engine in states and self._controller.waiting(engine) and not any(s.running for s in states.values()):
             at_s = self._controller.unchanged_until(self.now(), engine, states)
             self._alarm.set(self._epoch_s + max(at_s, self.now() + _LEAST_WAIT_S))
 
     def _consult_others(self, gpu: int, engine: int) -> None:
-        """An engine that takes turns with this one is between two steps, too. To an idle one it may have freed the memory that
-        it waits for."""
+        """An engine that takes turns with this one is between two steps, too. The step may have freed memory for which an idle
+        engine waits."""
         turns = self._places.take_turns(gpu)
         for other in self._places.engines(gpu):
             if other != engine and self._controller.waiting(other) and (turns or self._places.is_idle(other)):
@@ -368,7 +368,7 @@ class Driver:
             self._alarm.set(self._epoch_s + max(next_s, self.now() + _LEAST_WAIT_S))
 
     def _on_trouble(self, problem: Exception, where: str = "device") -> None:
-        """The clock goes on, whatever went wrong at one of its ticks; so do the threads of devices."""
+        """The clock goes on after any error at a tick, and so do the threads of devices."""
         self.incident("internal error", {"where": where, "reason": repr(problem)})
         self._alarm.set(time.monotonic() + 1.0)
 
@@ -393,7 +393,7 @@ class Driver:
         return loads
 
     def _expire(self) -> None:
-        """Nobody waits for ever, be it that no engine comes back for his model, or that one has him and does not go on."""
+        """No request waits for ever: neither for an engine that does not come back, nor in an engine that does not go on."""
         for job in self._desk.all():
             unled = job.engine is None and self._controller.engine_of(job.id) is None
             if (end := self._deadlines.overdue(job, self.now(), unled=unled)) is not None:

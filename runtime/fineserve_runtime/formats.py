@@ -1,4 +1,4 @@
-"""Which quantisation formats are served: a list of those that were run against de-quantised references and agreed.
+"""The quantisation formats that are served: each was run against a de-quantised reference and agreed.
 
 vLLM takes more than it gets right: some formats fail late, some are ignored without a word, some give wrong tokens. So
 everything that is not on the list is refused before an engine starts (docs/runtime.md says what was tried).
@@ -19,7 +19,7 @@ _GOOD = "unquantised, awq (4 bits), gptq (4 bits), compressed-tensors W4A16, W8A
 
 def check_format(config: Mapping[str, Any], dtype: str, kv_cache_dtype: str, quantization: str | None = None) -> None:
     """Raise ValueError, one sentence, unless the model of this ``config.json`` runs right with these types. ``quantization``
-    is what the user asks for; it can only name what the checkpoint has."""
+    is the user's wish, which can only name the checkpoint's own format."""
     if dtype not in DTYPES:
         raise ValueError(f"dtype {dtype!r} is not served; known good are {', '.join(DTYPES)}")
     if kv_cache_dtype not in KV_DTYPES:

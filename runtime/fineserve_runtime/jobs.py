@@ -1,4 +1,4 @@
-"""A request on its way through the runtime, and who hears of it."""
+"""A request on its way through the runtime, and its observers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Handover = Literal["exchange", "recompute"]
 
 
 class End(NamedTuple):
-    """How a request ended. ``finished``: with ``reason`` stop or length. ``refused``: nobody ever started it. ``failed``: it
+    """How a request ended. ``finished``: with ``reason`` stop or length. ``refused``: no engine ever started it. ``failed``: it
     was under way. ``aborted``: its client left. ``reason`` is a word for machines, ``message`` a sentence for people;
     ``retry_after_s`` says when to come back, where that is known; ``vector`` is the answer of a model that embeds."""
 
@@ -52,7 +52,7 @@ class Sink(Protocol):
 class Job:
     """A request of ``model`` with its prompt, in the driver's hands until it ends.
 
-    ``slo_s`` is the TTFT limit that counts for it, ``tpot_slo_s`` that of the time per token. ``engine`` is where it is now,
+    ``slo_s`` is its TTFT limit, ``tpot_slo_s`` its limit of the time per token. ``engine`` is where it is now,
     None while it waits and when it ended. ``served_by`` is where it was dispatched last; ``unproven``: that engine has not
     given it a token yet. ``trace`` is the client's ``traceparent``. ``waited_s`` is how long the request took from its client
     to the driver. For ``held_s`` of that time an operator moved its model; deadlines count from the end of the move. Times are
@@ -83,7 +83,7 @@ class Job:
 
     @property
     def due_from_s(self) -> float:
-        """From here on its TTFT limit runs for schedulers. What is measured counts from ``arrival_s``."""
+        """The moment from which its TTFT limit runs for schedulers. Metrics count from ``arrival_s``."""
         return self.arrival_s + self.held_s
 
     @property
@@ -113,7 +113,7 @@ class Job:
         return not (self.generated and anew)
 
     def submission(self) -> Submission:
-        """What an engine is to do: the prompt with what was generated before, and the rest of the output."""
+        """The work of an engine: the prompt with all tokens generated before, and the rest of the output."""
         done = len(self.generated)
         sampling = replace(
             self.sampling,

@@ -1,4 +1,4 @@
-"""Between the hosts and the driver: who speaks is an engine of a device."""
+"""A listener between hosts and driver: each message comes from an engine of a device."""
 
 from __future__ import annotations
 

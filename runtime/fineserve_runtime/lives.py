@@ -44,7 +44,7 @@ class Health(NamedTuple):
 
 
 class Owner(Protocol):
-    """What the driver does for its engines."""
+    """The part of the driver that the lives of engines need."""
 
     def tell(self, event: RuntimeEvent) -> None: ...
 
@@ -217,7 +217,7 @@ class EngineLives:
             self._down_since_s.setdefault(model, self._owner.now())
 
     def _turn_away(self, model: str) -> None:
-        """Nobody serves the model for a while: who waits for it is told now, not at his deadline."""
+        """No engine serves the model for a while. Waiting requests are told now, not at their deadlines."""
         if self._condition(model) == "ready":
             return
         self._gone.add(model)
@@ -229,8 +229,8 @@ class EngineLives:
                 self._owner.give_up(job, model_down(model, health, started=bool(job.generated)))
 
     def died(self, engine: int, reason: str, *, crashed: bool) -> None:
-        """Its requests go to another engine once, from where they are; those that cannot, and those that may have caused it,
-        fail."""
+        """Its requests go on at another engine once, from their last token. The ones that cannot, or may have caused the
+        death, fail."""
         model = self._places.handle(engine).config.name
         facts: dict[str, object] = {"engine": engine, "model": model, "gpu": self._places.gpu_of(engine)}
         self._owner.incident("engine died", facts | {"reason": reason, "crashed": crashed})
@@ -346,6 +346,6 @@ class EngineLives:
 
 
 def model_down(model: str, health: Health, *, started: bool) -> End:
-    """What is told to those who want a model that is down."""
+    """The end of a request whose model is down."""
     problem = f"model {model} is down; it starts again in about {health.retry_after_s:.0f} s"
     return End("failed" if started else "refused", "model_down", problem, health.retry_after_s)

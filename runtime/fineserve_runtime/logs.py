@@ -1,4 +1,4 @@
-"""Logs beside the serving path: whoever logs puts a line into a bounded queue, and a thread of the log writes it.
+"""Logs beside the serving path: a caller puts a line into a bounded queue, and a thread of the log writes it.
 
 A full disk, a blocked pipe or a slow device costs lines, which are counted, and nothing else. A gap is marked in the log by
 ``{"lost": N}``.

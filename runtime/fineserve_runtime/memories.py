@@ -1,4 +1,4 @@
-"""What a system's KV memory makes of an engine: how its memory is mapped, and the unit in which it takes it."""
+"""How a system's KV memory shapes its engines: how their memory is mapped, and in which units they take it."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class Metrics:
         self._turned_away.labels(reason).inc()
 
     def incident(self, what: str, facts: Mapping[str, object]) -> None:
-        """Count what the driver tells of its engines and itself."""
+        """Count an incident that the driver tells."""
         model = str(facts.get("model", ""))
         if what == "engine died":
             self._deaths.labels(model, "crash" if facts.get("crashed") else "gone").inc()
@@ -124,7 +124,7 @@ class Metrics:
             self._twin_off.inc()
 
     def twin(self, errors: Mapping[str, float]) -> None:
-        """How far the simulator is off, by what it was asked for."""
+        """Note how far the simulator was off, by quantity."""
         for name, error in errors.items():
             self._twin.labels(name).set(error)
 

@@ -32,7 +32,7 @@ _MOVES = 16
 
 
 class Owner(Protocol):
-    """What the driver does for moves."""
+    """The part of the driver that moves need."""
 
     def tell(self, event: RuntimeEvent) -> None: ...
 
@@ -104,7 +104,7 @@ class Moves:
 
 
 def _copy(request_id: int, source: EngineHandle, destination: EngineHandle) -> tuple[_Outcome, float]:
-    """What came of it, and when the request stopped at its source."""
+    """The outcome, and when the request stopped at its source."""
     held, fresh = 0, 2
     try:
         while fresh > 1:

@@ -45,7 +45,7 @@ class Places:
         self._workers = {gpu: ThreadPoolExecutor(1, thread_name_prefix=f"device-{gpu}") for gpu in hosts}
 
     def settle(self, engine: int, model: str, gpus: tuple[int, ...]) -> None:
-        """From now on the core's ``engine`` is the process of ``model`` on these devices."""
+        """Make the process of ``model`` on these devices the core's ``engine``."""
         place = self.process(model, gpus)
         self._place[engine] = place
         self._engine[place] = engine
@@ -59,7 +59,7 @@ class Places:
         raise ValueError(f"devices {gpus} have no engine process for model {model}")
 
     def leave(self, engine: int) -> None:
-        """The stay is over; reports of the process are nobody's until the next one."""
+        """End the stay. Reports of the process are dropped until the next stay."""
         place = self._place.pop(engine, None)
         if place is not None and self._engine.get(place) == engine:
             del self._engine[place]
@@ -106,7 +106,7 @@ class Places:
         return {engine: load for engine, load in self._loads.items() if told.get(engine) != load}
 
     def kv_tokens(self) -> dict[int, int]:
-        """What the memory of each engine that is awake holds while no other engine holds KV."""
+        """The KV tokens that each awake engine could hold while no other engine holds any."""
         handles = {engine: self.handle(engine) for engine in self.engines()}
         return {engine: each.kv_capacity_tokens for engine, each in handles.items() if each.alive and not each.asleep}
 
@@ -119,7 +119,7 @@ class Places:
         return self._hosts[gpu].config.mode == "in_process"
 
     def engines(self, gpu: int | None = None) -> list[int]:
-        """Those that have a place (on this host), in the order of their ids."""
+        """The engines that have a place (on this host), in the order of their ids."""
         return sorted(engine for engine, place in self._place.items() if gpu is None or place.gpu == gpu)
 
     def free_bytes(self, gpu: int, memory_bytes: int, weights: Mapping[str, int]) -> int:
@@ -169,7 +169,7 @@ class Places:
         self._later(place.gpu, work, done)
 
     def remove(self, gpu: int, model: str) -> Future[None]:
-        """End the model's process on this device for good, by and by: after whatever it is still to do."""
+        """End the model's process on this device for good, after the work that is queued for it."""
 
         def work() -> None:
             for local, handle in list(self._hosts[gpu].engines.items()):
@@ -179,7 +179,7 @@ class Places:
         return self._workers[gpu].submit(work)
 
     def close(self) -> None:
-        """Take nothing more, and end what is under way; engines that start are not waited for."""
+        """Take no more work, and end the work under way. Engines that start are not waited for."""
         self._closed = True
         for host in self._hosts.values():
             host.quit()
@@ -187,7 +187,7 @@ class Places:
             worker.shutdown(wait=True, cancel_futures=True)
 
     def run(self, gpu: int, work: Callable[[], None]) -> None:
-        """Do this in the device's thread, after whatever it is still to do."""
+        """Do this in the device's thread, after the work that is queued there."""
 
         def done(seconds: float, problem: BaseException | None) -> None:
             if isinstance(problem, Exception):

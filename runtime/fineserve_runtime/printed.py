@@ -33,7 +33,7 @@ class Printed:
         self.thread.start()
 
     def _read(self, log: Log) -> None:
-        """Until nobody has the other end any more."""
+        """Read until no process has the other end any more."""
         rest = b""
         while data := os.read(self._reading, 65536):
             *lines, rest = (rest + data).replace(b"\r", b"\n").split(b"\n")
@@ -47,7 +47,7 @@ class Printed:
 
 @contextmanager
 def catch_printed() -> Iterator[Printed]:
-    """From now on to the end of the block, stderr of this process and its children is the log's."""
+    """Lead stderr of this process and its children to the log, to the end of the block."""
     before = os.dup(_STDERR)
     reading, writing = os.pipe()
     os.dup2(writing, _STDERR)  # inherited by children

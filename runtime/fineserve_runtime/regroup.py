@@ -11,7 +11,7 @@ Each of two devices has an engine with all layers. A pipeline over both sleeps, 
               the pipeline ends what it has, and sleeps
 
 An engine that dies before the pipeline serves undoes the drop: what is left wakes, and the requests are computed again. Later,
-the death of a lender is that of the pipeline, and the core starts each instance by itself.
+the death of a lender ends the pipeline, too, and the core starts each instance by itself.
 
 Changes run one after another in the thread of the devices, which waits for the engines. It takes the driver's lock where it
 tells the core.
@@ -40,7 +40,7 @@ _RETRY_S = 0.5
 
 
 class Owner(Protocol):
-    """What the driver does for changes."""
+    """The part of the driver that changes need."""
 
     def tell(self, event: RuntimeEvent) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Play an experiment's requests on real engines, in real time, and hand back what the simulator would.
+"""Play an experiment's requests on real engines in real time, and return results in the simulator's form.
 
 ``replay_on(file)`` gives a function with the place of the simulator's ``simulate``: the experiment's runner calls it for
 every cell, and writes the same results folder. Arrivals keep their times; prompts are random tokens of the right number,

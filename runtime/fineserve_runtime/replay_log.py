@@ -22,7 +22,7 @@ from fineserve_runtime.logs import log_parts
 
 @dataclass(slots=True)
 class Replay:
-    """What a replay saw: how often each event and command came, and the first difference, if any."""
+    """The findings of a replay: the count of each event and command, and the first difference, if any."""
 
     events: Counter[str] = field(default_factory=Counter)
     commands: Counter[str] = field(default_factory=Counter)

@@ -174,7 +174,7 @@ class _Tap:
 
 
 class _Deaf:
-    """A sink of tokens that nobody wants."""
+    """A sink that drops its tokens."""
 
     def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None:
         pass

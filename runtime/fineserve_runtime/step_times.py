@@ -47,7 +47,7 @@ class RecentFit:
         self._found = None
 
     def solve(self) -> Three:
-        """What a unit of each takes, in seconds; zeros before the first row."""
+        """The seconds of a unit of each; zeros before the first row."""
         if self._found is None:
             self._found = self._least_squares()
         return self._found

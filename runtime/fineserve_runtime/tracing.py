@@ -20,7 +20,7 @@ NEEDED = ("opentelemetry.sdk", "opentelemetry.exporter.otlp")
 
 
 def missing() -> str | None:
-    """What is not installed that tracing needs."""
+    """The packages that tracing needs and that are not installed."""
     for module in NEEDED:
         try:
             if find_spec(module) is None:
@@ -31,7 +31,7 @@ def missing() -> str | None:
 
 
 class Tracing:
-    """An ``Observer``. ``exporter`` None: OTLP, as the environment says. ``close`` sends what is left."""
+    """An ``Observer``. ``exporter`` None: OTLP, as the environment says. ``close`` sends the last spans."""
 
     def __init__(self, exporter: Any = None) -> None:
         sdk: Any = import_module("opentelemetry.sdk.trace")

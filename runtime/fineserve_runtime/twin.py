@@ -1,4 +1,4 @@
-"""What a running server remembers for its twin, the simulator: its last requests, and how long its steps took.
+"""The memory of a running server for its twin, the simulator: its last requests, and the seconds of its steps.
 
 Both are rings of rows of numbers, so memory is bounded and a row costs a microsecond or two. A question is answered by a
 process of its own at the lowest priority (``whatif.py``), which gets copies of them.
@@ -59,7 +59,7 @@ class Ring:
             self._count += 1
 
     def copy(self) -> NDArray[Any]:
-        """In the order in which they came."""
+        """The rows in the order in which they came."""
         with self._lock:
             if self._count <= len(self._rows):
                 return self._rows[: self._count].copy()
@@ -212,7 +212,7 @@ class Twin:
         }
 
     def _answered(self, folder: Path) -> dict[str, Any]:
-        """By a process of its own. Raises ValueError with its line, or when it takes too long or the server ends."""
+        """The answer of a process of its own. Raises ValueError with its line, or when it takes too long or the server ends."""
         command = [sys.executable, "-m", "fineserve_runtime.whatif", str(folder), str(self.niceness)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
             for _ in range(int(_PATIENCE_S / _LOOK_S)):

@@ -55,7 +55,7 @@ _UNPLAYED = {
 
 @dataclass(frozen=True)
 class Past:
-    """What a server had: rows of requests in the order of their arrivals, from the first on. Seconds; NaN: it never came."""
+    """The past of a server: its requests in the order of their arrivals, from the first on. Seconds; NaN: it never came."""
 
     arrival_s: Floats
     model: NDArray[np.int64]
@@ -268,7 +268,7 @@ class Answer:
         return data if changed else None
 
     def _planned(self, plan: Mapping[str, Any]) -> dict[str, Any]:
-        """What a plan changes: its system and its devices. Raises ValueError for a plan of other models."""
+        """The keys that a plan changes: its system and its devices. Raises ValueError for a plan of other models."""
         own, given = [model["id"] for model in self._plain["models"]], plan.get("models")
         ids = [each.get("id") for each in given if isinstance(each, dict)] if isinstance(given, list) else []
         if set(ids) != set(own):

@@ -1,4 +1,4 @@
-"""The command line, ``fineserve-run``. Output and exit codes are as those of ``fineserve-sim``."""
+"""The command line, ``fineserve-run``. Output and exit codes follow ``fineserve-sim``."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ def demo(
 ) -> None:
     """Serve two tiny models, one in BF16 and one with an FP8 KV cache, made on the spot: no download, no GPU.
 
-    Their weights are random, so is what they say; memory, scheduling and server are the real ones.
+    Their weights are random, and so are their answers. Memory, scheduling and server are real.
     """
     from fineserve_runtime.demo import make_demo, serve_demo
 

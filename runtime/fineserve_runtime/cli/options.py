@@ -50,7 +50,7 @@ def operator_asks(method: str, path: str, body: dict[str, Any] | None, url: str,
 
 
 def pairs(texts: list[str] | None) -> list[tuple[str, str]]:
-    """Raises ValueError for what is no KEY=VALUE."""
+    """Raises ValueError for a text that is not KEY=VALUE."""
     found = []
     for text in texts or ():
         key, sign, value = text.partition("=")

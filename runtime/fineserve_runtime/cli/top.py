@@ -1,4 +1,4 @@
-"""``fineserve-run top``: what a running server holds, from its metrics."""
+"""``fineserve-run top`` shows the state of a running server, read from its metrics."""
 
 from __future__ import annotations
 

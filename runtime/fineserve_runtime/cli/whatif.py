@@ -1,4 +1,4 @@
-"""``fineserve-run whatif`` and ``fineserve-run plan``: what a running server's twin says."""
+"""``fineserve-run whatif`` and ``fineserve-run plan`` ask the twin of a running server."""
 
 from __future__ import annotations
 

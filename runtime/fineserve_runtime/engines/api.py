@@ -1,4 +1,4 @@
-"""The contract between vLLM engines and whoever drives them (the controller, the replayer, tests, a fake).
+"""The contract between vLLM engines and their driver (the runtime, the replayer, tests, a fake).
 
 An `EngineHost` owns one device: its KV region and the engines on it. Engines step by themselves whenever they have work.
 After each step the host calls ``listener.on_step`` with everything that happened in it: new tokens, preemptions, the time
@@ -6,11 +6,11 @@ it took and the state that a local scheduler sees. That call *is* the boundary b
 controller turns ``EngineStepped`` into ``submit`` calls. In mode ``in_process`` the next step waits for it; in mode
 ``processes`` the engine goes on meanwhile, and what is submitted joins the step after the one in flight.
 
-An idle engine makes no steps: whoever submits to it first reads ``state()``.
+An idle engine makes no steps, so a driver reads ``state()`` before it submits to one.
 
 Threads: every method may be called from any thread, from inside a listener too. Listener calls come from threads of the
 host, one at a time an engine, and must return quickly. Times are ``time.monotonic()`` seconds of the device's machine, which
-all its processes share. Engine ids are the positions in ``HostConfig.engines``; request ids are those of the policy core.
+all its processes share. Engine ids are the positions in ``HostConfig.engines``; request ids come from the policy core.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class EngineConfig:
     ``kv_limit_bytes`` bounds how much of the region the engine may lease for KV; None: all of it. Limits that sum up to the
     region make a static split.
 
-    ``gpus`` are those of its host that hold the engine's ranks, one each, in vLLM's order; by default the host's first. They
+    ``gpus`` of its host hold a rank of the engine each, in vLLM's order; by default the host's first GPU. They
     split each layer (tensor parallelism), or with ``stages`` the layers into so many consecutive parts (pipeline parallelism),
     each of which ``len(gpus) / stages`` of them split. ``embeds``: it answers prompts with vectors, not with text.
-    ``swaps``: what it preempts keeps its KV in host memory.
+    ``swaps``: KV of preempted requests is kept in host memory.
     ``keeps``: the layers (from, to) that stay when it drops the others. ``borrows``: it has no weights of its own; engines of
     the same model lend it theirs, one on each of its devices. ``lookahead``: prompts are cut into microbatches
     by the core's former, not by token count.
@@ -130,8 +130,9 @@ class HostConfig:
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """vLLM's sampling parameters, under its names. ``temperature`` 0 is greedy. ``max_tokens`` bounds the output;
-    ``ignore_eos`` makes it exact. ``logprobs``: that of each token, and of so many likely ones beside it. ``constraint``: what
-    kind of text is wanted (json, regex, choice, grammar, json_object) and its description, as JSON or text."""
+    ``ignore_eos`` makes it exact. ``logprobs``: log probabilities of each token and of so many likely ones beside it.
+    ``constraint``: what kind of text is wanted (json, regex, choice, grammar, json_object) and its description, as JSON or
+    text."""
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -163,8 +164,8 @@ class Submission:
 
 
 class Lent(NamedTuple):
-    """What an engine that dropped layers lends: the first byte in its region of each tensor that it kept. From slab
-    ``freed_from`` on it gave up slabs, which KV takes last."""
+    """The weights that an engine lends after a drop: the first byte in its region of each tensor that it kept. It gave up the
+    slabs from ``freed_from`` on, which KV takes last."""
 
     freed_from: int
     first_bytes: dict[str, int]
@@ -183,9 +184,9 @@ Logprobs = tuple[tuple[int, float], ...]
 
 
 class TokenChunk(NamedTuple):
-    """What one step brought a request; ``finish_reason`` is None while it goes on. ``problem``: what is wrong with a request
-    that ends with "error"; ``logprobs``: one entry a token, where they were asked for; ``vector``: the whole answer of an
-    engine that embeds."""
+    """The result of one step for a request. ``finish_reason`` is None while the request goes on. ``problem``: what is wrong
+    with a request that ends with "error"; ``logprobs``: one entry a token, where they were asked for; ``vector``: the whole
+    answer of an engine that embeds."""
 
     request_id: int
     token_ids: tuple[int, ...]
@@ -198,7 +199,7 @@ class TokenChunk(NamedTuple):
 class StepReport(NamedTuple):
     """One step of one engine, sent at its end. A pipeline begins a step while the one before is under way.
 
-    ``prefill_tokens`` and ``decodes`` are its composition, ``context_tokens`` what its sequences had in cache before it;
+    ``prefill_tokens`` and ``decodes`` are its composition, ``context_tokens`` the tokens in cache before it;
     ``schedule_s`` is the part of ``ended_s - started_s`` spent in the scheduler. ``preempted`` names requests that lost
     their blocks in it and will be recomputed.
     """
@@ -317,9 +318,10 @@ class EngineHandle(Protocol):
         ...
 
     def copy_kv(self, request_id: int, first_block: int, *, stop: bool = False) -> KvPart | None:
-        """The KV of a request that decodes, at the end of a step: its full blocks from ``first_block`` on. With ``stop`` it
-        leaves the engine, and the block that is not full comes along. None, and nothing done, for one that does not decode. The
-        listener has heard of all tokens that came before. Raises EngineDied and RuntimeError. Do not call it from a listener.
+        """The KV of a request that decodes, at the end of a step: its full blocks from ``first_block`` on. With ``stop`` the
+        request leaves the engine, and its last block comes along, full or not. None, and nothing done, for one that does not
+        decode. The listener has heard of all tokens that came before. Raises EngineDied and RuntimeError. Do not call it from
+        a listener.
         """
         ...
 
@@ -348,7 +350,8 @@ class EngineHandle(Protocol):
         ...
 
     def borrow(self, lent: Sequence[Lent]) -> None:
-        """Before an engine that borrows wakes: what is lent on each of its devices. Raises and is called as ``sleep``."""
+        """Tell an engine that borrows, before it wakes, which weights each of its devices lends. Raises and is called as
+        ``sleep``."""
         ...
 
     def vacate(self, first_slab: int | None) -> None:
@@ -422,7 +425,7 @@ class EngineHost(Protocol):
         ...
 
     def quit(self) -> None:
-        """Before ``close``, from any thread: whoever waits for an engine to start gets a RuntimeError."""
+        """Call it before ``close``, from any thread: threads that wait for an engine to start get a RuntimeError."""
         ...
 
     def close(self) -> None:

@@ -15,9 +15,9 @@ from fineserve_runtime.engines.table import SlabTable
 
 class Backing(Protocol):
     """Units below ``units``, of which the lowest ``reserved`` hold the engine's null block; an engine has ``limit`` at most.
-    ``spare_bytes`` belong to the engine and serve nobody yet; they are free, for it gives them up on demand.
+    ``spare_bytes`` belong to the engine and hold nothing yet. They count as free, since it gives them up on demand.
 
-    Not for several threads. Counts are those of the last ``look``, corrected by what this engine took and gave since."""
+    Not for several threads. Counts come from the last ``look``, corrected by this engine's own changes since."""
 
     unit_bytes: int
     units: int
@@ -59,7 +59,7 @@ class Backing(Protocol):
         ...
 
     def settle(self, *, may_take: bool) -> None:
-        """Give up what is spare when others lack memory; else make some, if ``may_take``: the caller holds the table's lock."""
+        """Give up spare memory when others lack it; else make some, if ``may_take``. The caller holds the table's lock."""
         ...
 
     def give_up_spares(self) -> None:
@@ -124,7 +124,7 @@ class SlabBacking:
         self._region.write(offset, data)
 
     def stay_below(self, slab: int) -> None:
-        """Take no slab from this one on; what is held there stays."""
+        """Take no slab from this one on. Slabs held there stay."""
         self._below = slab
 
     def foreign(self, unit: int) -> bool:

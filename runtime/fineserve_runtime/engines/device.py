@@ -33,7 +33,8 @@ _LOG = logging.getLogger("fineserve.engines")
 
 
 class EngineFacts(NamedTuple):
-    """What never changes of an engine. ``model_dir`` is a folder of the device's machine; ``gpus`` are those of its ranks."""
+    """What never changes of an engine. ``model_dir`` is a folder of the device's machine; ``gpus`` are the devices of its
+    ranks."""
 
     model_dir: Path
     eos_token_ids: tuple[int, ...]
@@ -82,7 +83,7 @@ class Device(Protocol):
     def holds_up(self, engine: int) -> bool: ...
 
     def end_hung(self, engines: Sequence[int], reason: str) -> None:
-        """End one of these engines, which hang, as `api.EngineHost` says; who goes answers `Died`."""
+        """End one of these engines, which hang, as `api.EngineHost` says. An engine that goes answers `Died`."""
         ...
 
     def send(self, command: EngineCommand) -> None:
@@ -296,7 +297,7 @@ class LocalDevice:
         )
 
     def _memory_of(self, number: int) -> list[_Memory]:
-        """Of the devices of the engine's ranks, in their order."""
+        """The memory of each device of the engine's ranks, in their order."""
         return [self._memory[gpu] for gpu in self._engines[number].facts.gpus]
 
     def _attach(self, number: int, link: Link, pid: int) -> None:
@@ -317,7 +318,7 @@ class LocalDevice:
         self._deliver(message)
 
     def _borrowers(self, number: int) -> list[int]:
-        """The engines whose weights may be those of this one."""
+        """The engines that may have borrowed this one's weights."""
         lender = self._engines[number]
         if lender.config.keeps is None:
             return []

@@ -1,4 +1,4 @@
-"""What one engine has of its devices' memory, read from the owner tables as it is now."""
+"""The memory of an engine on its devices at this moment, read from the owner tables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fineserve_runtime.engines.table import SlabTable
 
 class TableFigures:
     """``tables``: of its ranks' devices, the first rank's first. Other engines take and free slabs between two reports of this
-    one, so nothing is kept. It leases ``unit_slabs`` at a time: one, or those of a page."""
+    one, so nothing is kept. It leases ``unit_slabs`` at a time: one slab, or the slabs of a page."""
 
     def __init__(
         self, tables: Mapping[int, SlabTable], engine: int, config: EngineConfig, block_bytes: int, unit_slabs: int = 1

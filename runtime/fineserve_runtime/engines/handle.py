@@ -1,4 +1,4 @@
-"""The host's side of one engine: what was sent to it, what it reported last, and who waits for an answer."""
+"""The host's side of one engine: commands sent, its last report, and the threads that wait for an answer."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class Host:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _start(self, engines: Sequence[int]) -> None:
-        """All start at the same time. Those that the device cannot start are dead."""
+        """All start at the same time. Engines that the device cannot start are dead."""
         try:
             self._device.start(engines)
         except Exception as problem:
@@ -154,8 +154,8 @@ class Host:
             self._await_ready(self._handles[number])
 
     def _await_ready(self, handle: Handle) -> None:
-        """Engines of one thread are silent while one of them loads, and no worse for that. One that hangs while it starts is
-        ended: nobody else would find it dead."""
+        """Engines of one thread are silent while one of them loads, and no worse for that. An engine that hangs while it
+        starts is ended, since nothing else would find it dead."""
         end_s = time.monotonic() + START_TIMEOUT_S
         while not handle.ready.wait(_LOOK_S):
             if self._quits.is_set():

@@ -3,8 +3,8 @@
 Where memory is mapped, pages stand for slabs (backing.py).
 
 **Why leases.** Every step of every engine takes and frees blocks. Were the manager's whole state shared, each of these would
-lock and rewrite it; a server in the middle would cost a round trip a step. What must be agreed on across processes is only who
-owns a slab, one byte of the table. So each engine keeps a manager of its own, over the whole region. A second owner in it, the
+lock and rewrite it; a server in the middle would cost a round trip a step. Processes must agree only on the owner of each
+slab, one byte of the table. So each engine keeps a manager of its own, over the whole region. A second owner in it, the
 LANDLORD, has blocks of one slab and holds every slab that the engine does not lease:
 
     lease:   the table grants slabs; the manager's landlord frees them       -> the engine can allocate there
@@ -16,7 +16,7 @@ time, so stale bytes are a matter of slabs (``take_stale``).
 
 **Livelock.** Engines that starve preempt their own sequences, as vLLM does, and start again when there is room. Several of
 them could undo each other's work for ever: each takes what the other has just given up. So an engine whose last sequence
-found no block draws a ticket. While tickets are out, only the engine with the oldest one starts sequences and nobody keeps
+found no block draws a ticket. While tickets are out, only the engine with the oldest one starts sequences, and no engine keeps
 idle prefixes. Running sequences go on, so the others finish or give up theirs; in the end the ticket's holder can have the
 whole region, in which one sequence always fits. It gives the ticket up when a request of it finishes.
 """
@@ -68,7 +68,7 @@ class SlabLease:
 
     @property
     def capacity_blocks(self) -> int:
-        """How many blocks the engine could hold if nobody else leased a slab."""
+        """How many blocks the engine could hold if no other engine leased a slab."""
         return self._backing.limit * self._blocks_per_unit
 
     @property
@@ -86,7 +86,7 @@ class SlabLease:
 
     @contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Nobody else takes slabs meanwhile, so ``alloc`` grants what ``free_blocks`` promises. Not reentrant."""
+        """No other engine takes slabs meanwhile, so ``alloc`` grants what ``free_blocks`` promises. Not reentrant."""
         with self._table.lock():
             self.look()
             self._locked = True
@@ -131,7 +131,7 @@ class SlabLease:
 
     def take_stale(self) -> list[int]:
         """Blocks handed out since the last call that carry another model's bytes: zero them before the engine reads them.
-        Blocks freed again meanwhile are left out: their slab may be somebody else's by then."""
+        Blocks freed again meanwhile are left out, since another engine may have their slab by then."""
         if not self._unzeroed:
             return []
         ids = sorted({block for block in self._unzeroed if block in self._stale and self._holds(block)})
@@ -161,7 +161,7 @@ class SlabLease:
         return any(self._manager.locate(ENGINE, block)[0] >= self._below for block in block_ids)
 
     def crowded(self) -> bool:
-        """Whether idle prefixes should make room: somebody else starves, or hardly a slab is free."""
+        """Whether idle prefixes should make room: another engine starves, or hardly a slab is free."""
         return self._table.others_starve(self._engine) or self._backing.crowded()
 
     @property
@@ -170,7 +170,7 @@ class SlabLease:
         return self._backing.spare_bytes
 
     def settle(self) -> None:
-        """Give up memory held ahead when others need it; inside ``exclusive``, get some when nobody does."""
+        """Give up memory held ahead when others need it; inside ``exclusive``, get some when no other engine does."""
         if not self._locked:
             self._backing.look()
         self._promised = None

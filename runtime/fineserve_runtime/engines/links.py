@@ -120,7 +120,7 @@ class ProcessLink:
         self.process.kill()
 
     def _read(self) -> None:
-        """Whatever ends this thread, the engine's death is told: nobody hears of the engine any more."""
+        """The end of this thread is told as the engine's death, since no more news can come."""
         problem = self._hear()
         if problem is not None:
             self.process.kill()

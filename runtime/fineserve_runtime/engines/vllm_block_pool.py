@@ -1,8 +1,8 @@
 """vLLM's block pool over leased slabs.
 
-vLLM's own pool keeps all free blocks in one queue. Here a free block belongs to nobody: it goes back into its slab at once,
-and the slab to the table when it has drained. Only blocks that carry a cached prefix stay behind when their last reader
-leaves. They are *idle* and count as free. They are evicted in least-recently-used order when blocks or slabs run short.
+vLLM's own pool keeps all free blocks in one queue. A free block goes back into its slab at once, and the slab to the table
+when all its blocks are free. Only blocks that carry a cached prefix stay behind when their last reader leaves. They are *idle*
+and count as free. They are evicted in least-recently-used order when blocks or slabs run short.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class Carried:
 
     def put(self, request_id: str, part: KvPart, room: Collection[Any] = ()) -> None:
         """Keep more KV of a sequence: from the block after those that are here already, or from an earlier one. ``room`` are
-        blocks of the pool that nobody else uses meanwhile."""
+        blocks of the pool that are kept for it meanwhile."""
         parcel = self._parcels.setdefault(request_id, _Parcel())
         parcel.blocks[part.first_block :] = part.blocks
         parcel.tokens = part.tokens

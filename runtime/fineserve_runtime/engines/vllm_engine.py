@@ -98,7 +98,7 @@ def slab_arguments(config: EngineConfig, model_dir: Path, settings: SlabSettings
 
 
 def build_core(arguments: dict[str, Any]) -> Any:
-    """An EngineCore in this process. Takes seconds; raises whatever vLLM raises."""
+    """An EngineCore in this process. Takes seconds. Errors are vLLM's own."""
     prepare_environment()
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.core import EngineCore
@@ -199,7 +199,7 @@ class SteppedCore:
         return tuple(map(int, self.core.scheduler.requests))
 
     def _check_ranks(self) -> None:
-        """vLLM ends the other ranks when one is gone, and fails whatever waits for them."""
+        """vLLM ends the other ranks when one is gone, and fails the calls that wait for them."""
         if getattr(self.core.model_executor, "is_failed", False):
             raise RankDied("the process of one of its ranks ended")
 
@@ -307,7 +307,7 @@ class SteppedCore:
         self.core.scheduler.stay_below(first_slab)
 
     def _end_steps_in_flight(self) -> None:
-        """What comes of them is in the next report."""
+        """Their tokens are in the next report."""
         from vllm.v1.core.sched.interface import PauseState
 
         scheduler = self.core.scheduler

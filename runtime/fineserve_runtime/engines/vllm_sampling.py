@@ -13,7 +13,7 @@ _PARSED = ("choice", "json_object")
 
 
 def vllm_sampling(sampling: Sampling, eos_token_ids: Iterable[int]) -> Any:
-    """vLLM's SamplingParams. Raises ValueError for what they do not take."""
+    """vLLM's SamplingParams. Raises ValueError for a value that vLLM does not take."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 

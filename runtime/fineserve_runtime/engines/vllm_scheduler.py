@@ -32,7 +32,7 @@ _WANT_BLOCKS = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
 
 
 class Composition(NamedTuple):
-    """What a step computed: prompt tokens, decodes, and tokens that its sequences had in cache before it."""
+    """The composition of a step: prompt tokens, decodes, and tokens in the cache of its sequences before it."""
 
     prefill_tokens: int
     decodes: int
@@ -200,7 +200,7 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
             self._parts.observe(self._ended, seconds)
 
     def _note_prefills(self, scheduled: Iterable[str]) -> None:
-        """What is left to prefill of those that were scheduled; a request decodes once it has put out a token."""
+        """Note how much is left to prefill of each scheduled request. A request decodes once it has put out a token."""
         for request_id in self._unprefilled.keys() & scheduled:
             request = self.requests.get(request_id)
             left = 0 if request is None else request.num_tokens - request.num_computed_tokens
@@ -220,8 +220,8 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
         return finished
 
     def engine_state(self) -> EngineState:
-        """What a local scheduler of the policy core sees. Dispatched requests count as running, as in the simulator; prompts
-        whose grammar is being made stand in nobody's way."""
+        """The state that a local scheduler of the policy core sees. Dispatched requests count as running, as in the simulator;
+        prompts whose grammar is being made stand in nobody's way."""
         status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         compiling = {id for id in self._unprefilled.keys() & self.requests.keys() if self.requests[id].status == status}
         ready = [left for id, left in self._unprefilled.items() if id not in compiling]
@@ -257,7 +257,7 @@ def _composition(output: SchedulerOutput) -> Composition:
 
 
 def _chunks(output: SchedulerOutput) -> list[Chunk]:
-    """What a step computed, request by request."""
+    """The tokens that a step computed of each request."""
     cached = output.scheduled_cached_reqs
     done = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
     done |= {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}

@@ -11,7 +11,7 @@ is being built, and put back at once:
 Processes of an engine with several ranks on a CPU keep two replacements, by which they sleep while they wait for each other
 (`wait_asleep`).
 
-`check_contract` names whatever of vLLM's inside is not as we know it, before any engine is built.
+`check_contract` names each part of vLLM that differs from what this code expects, before any engine is built.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ def plain_linears() -> Iterator[None]:
 
 def wait_asleep() -> None:
     """Ranks on a CPU, and the process that schedules them, wait for each other asleep from now on. vLLM lets them spin and
-    yield, which presumes a core for each. Where there are fewer, ranks that spin keep the others from what they wait for. On
+    yield, which presumes a core for each. On fewer cores, ranks that spin keep the others from working. On
     Linux 6.18 two such ranks have kept all other processes off both cores for four minutes."""
     from vllm.distributed.device_communicators import shm_broadcast
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator

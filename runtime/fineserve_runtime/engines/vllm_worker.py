@@ -60,7 +60,8 @@ class SlabWorker(Worker):  # type: ignore[misc]
             self._make_room_for_inputs()
 
     def _make_room_for_inputs(self) -> None:
-        """What a stage is sent by the one before it: on a GPU vLLM makes room when it profiles, on a CPU nobody does."""
+        """Make room for the input that a stage gets from the one before it. On a GPU vLLM does so when it profiles, on a CPU
+        not."""
         runner = self.model_runner
         if getattr(runner, "intermediate_tensors", None) is None and self._settings.device == "cpu":
             runner.intermediate_tensors = runner.get_model().make_empty_intermediate_tensors(

@@ -150,8 +150,8 @@ class RegionWeights:
 
 
 class BorrowedWeights:
-    """The weights of ``model``, a part of one whose weights other engines have in the ``region``. At first they are where
-    vLLM loaded them; once the engine has slept, it has none of its own."""
+    """The weights of ``model``, a part of one whose weights other engines have in the ``region``. At first they lie where vLLM
+    loaded them. Once the engine has slept, it has no weights of its own."""
 
     def __init__(self, model: torch.nn.Module, region: torch.Tensor) -> None:
         self._region = region
@@ -160,7 +160,7 @@ class BorrowedWeights:
         self._first_bytes: dict[str, int] = {}
 
     def borrow(self, lent: Lent) -> None:
-        """What is lent on this device from now on."""
+        """Take the weights that this device lends from now on."""
         self._first_bytes = lent.first_bytes
 
     def activate(self) -> None:
