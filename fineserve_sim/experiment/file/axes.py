@@ -1,4 +1,4 @@
-"""What a sweep may vary: the three axes of the load, and any dotted key of the parts that a run is made of."""
+"""The axes of a sweep: three of the load, and any dotted key of the parts of a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cells by place: those of a system in a sweep at some values of its axes."""
+"""Cells by place: the cells of a system in a sweep at some values of its axes."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def check(document: Document, file: schema.ExperimentFile, setup: Setup) -> None
 
 
 def _check_systems(document: Document, file: schema.ExperimentFile, setup: Setup) -> None:
-    """Each system can serve the models of the file, and shares of SMs are those of its models."""
+    """Check that each system can serve the models of the file, and that shares of SMs name these models."""
     ids = [model.id for model in file.models]
     _check_shares(document, ("cluster", "sharing"), [gpu.sharing for gpu in setup.gpus], ids)
     for index, item in enumerate(file.systems):

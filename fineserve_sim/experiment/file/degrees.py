@@ -39,7 +39,8 @@ def splitting_degrees(model: ResolvedModel) -> list[int]:
 
 
 def least_degree(setup: Setup, model: ResolvedModel) -> int:
-    """That of the file, or the smallest at which it fits: how a model runs that has GPUs of its own. 1 if it fits nowhere."""
+    """The degree in the file, or the smallest at which the model fits: for a model that has GPUs of its own. 1 if it fits
+    nowhere."""
     tp = model.entry.tp
     return tp if isinstance(tp, int) else min(groups_by_degree(setup, model), default=1)
 

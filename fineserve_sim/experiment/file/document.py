@@ -60,7 +60,7 @@ _Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 @dataclass(slots=True)
 class Document:
-    """A mapping and the place of each of its values; a value without a place of its own has that of its parent."""
+    """A mapping and the place of each of its values; a value without a place of its own has its parent's."""
 
     data: dict[str, Any]
     places: dict[KeyPath, str] = field(default_factory=dict)

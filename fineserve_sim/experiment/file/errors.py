@@ -1,4 +1,4 @@
-"""Errors of experiments, each one line for the person who wrote the file or pressed the key."""
+"""Errors of experiments, each one line for the author of the file or the user at the keyboard."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["ConfigError", "Interrupted", "MachineError", "NoLimitError", "Scenar
 
 
 class ConfigError(ValueError):
-    """A mistake in what the user gave: ``place: key: what was wrong; what is expected``, always one line."""
+    """A mistake in the user's input: ``place: key: what was wrong; what is expected``, always one line."""
 
     def __init__(self, place: str, key: str, problem: str) -> None:
         self.place = place
@@ -28,7 +28,7 @@ class NoLimitError(ConfigError):
 
 
 class MachineError(ConfigError):
-    """What the machine does not do, whatever was asked of it: a disk is full, workers die, a stored file is damaged."""
+    """A failure of the machine, for any input: a disk is full, workers die, a stored file is damaged."""
 
 
 class Interrupted(KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""How long a run is and how many requests it has, before any is drawn: what is too much for a simulation is said at once."""
+"""How long a run is and how many requests it has, before any is drawn, so that a run too large is refused at once."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def check_extent(document: Document, setup: Setup, load: str | None, rate_scale:
 
 
 def extent(setup: Setup, load: str | None, rate_scale: float) -> Extent:
-    """What a run is expected to be, conversations included."""
+    """The expected length and requests of a run, conversations included."""
     requests, seconds, key = _opened(setup, load, rate_scale)
     told = setup.workload.conversations
     if told is None:
@@ -48,7 +48,7 @@ def extent(setup: Setup, load: str | None, rate_scale: float) -> Extent:
 
 
 def _arrival_s(requests: Requests, number: int) -> float:
-    """Of the request with this number, from 1 on."""
+    """The arrival of the request with this number, from 1 on."""
     for chunk in requests.chunks():
         if number <= len(chunk):
             return float(chunk.arrival_s[number - 1])

@@ -49,7 +49,7 @@ def gpus_of(document: Document, cluster: schema.Cluster | schema.MixedCluster) -
 
 
 def bought(document: Document, cluster: schema.Cluster | schema.MixedCluster) -> tuple[Bought, ...]:
-    """What is bought of each kind, in the order of the file."""
+    """The GPUs bought of each kind, in the order of the file."""
     if isinstance(cluster, schema.Cluster):
         return (Bought(_gpu(document, ("cluster", "gpu"), cluster.gpu).name, cluster.count, cluster.usd_per_gpu_hour),)
     found: dict[tuple[str, float | None], int] = {}
@@ -91,7 +91,7 @@ def _card(document: Document, path: KeyPath, node: int, spec: GpuSpec, sharing: 
 
 
 def _sharing(document: Document, cluster: schema.Cluster) -> list[Sharing | None]:
-    """Of each GPU of the cluster; None as the system has it."""
+    """The sharing of each GPU of the cluster; None: the system's own."""
     if not isinstance(cluster.sharing, list):
         return [cluster.sharing] * cluster.count
     if len(cluster.sharing) != cluster.count:

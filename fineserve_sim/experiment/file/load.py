@@ -30,7 +30,7 @@ def experiment_from(
     quick: bool = False,
     seeds: int | None = None,
 ) -> Experiment:
-    """The validated experiment of a mapping as a file would hold it; the rest is that of ``load_experiment``. Relative paths
+    """The validated experiment of a mapping as a file would hold it; otherwise like ``load_experiment``. Relative paths
     start at the current folder, and what is wrong is told by its key instead of its line."""
     return _loaded(Document(_plain(data), {(): name}), name, Path.cwd(), overrides, quick, seeds)
 

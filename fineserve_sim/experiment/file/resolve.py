@@ -45,9 +45,9 @@ class ResolvedModel:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a file describes, without sweeps: the hardware, the models, the workload and every system by name.
+    """The content of a file, without sweeps: the hardware, the models, the workload and every system by name.
 
-    ``gpus`` are what models are placed on: the GPUs of the file, or the slices of those that MIG divides. ``kinds``: what is
+    Models are placed on ``gpus``: the GPUs of the file, or their slices where MIG divides them. ``kinds``: what is
     bought of each kind.
     ``systems`` has the file's systems first and then all built-in ones, which references may name.
     ``folder`` is where relative paths of the file start. ``trace_stamp``: of the trace file when this was read.
@@ -72,7 +72,7 @@ class Setup:
 
     @property
     def gpu_name(self) -> str:
-        """What is bought, whole: a catalog name, or ``GPUs (8 h100-sxm, 4 l40s)``."""
+        """The whole purchase: a catalog name, or ``GPUs (8 h100-sxm, 4 l40s)``."""
         if len(self.kinds) == 1:
             return self.kinds[0].gpu
         return f"GPUs ({', '.join(f'{kind.count} {kind.gpu}' for kind in self.kinds)})"

@@ -400,13 +400,13 @@ class Sweep(Strict):
 
 
 class AnswerPlace(Strict):
-    """Where the answer is read: ``at`` values of axes. What they leave open is where the systems part."""
+    """Where the answer is read: ``at`` values of axes. Open axes are read at the place where the systems part."""
 
     at: Annotated[dict[str, Scalar], Field(min_length=1)]
 
 
 class Assumption(Strict):
-    """What the paper leaves open, the value taken, and why."""
+    """A question that the paper leaves open, the value taken, and why."""
 
     what: str
     value: Any

@@ -87,8 +87,7 @@ def _opened(path: Path, stamp: Stamp) -> TraceFile:
 
 
 def check_unchanged(path: Path, stamp: Stamp) -> None:
-    """Raises MachineError where a trace file is no longer the one that was read at first: its requests would be stored as those
-    of another."""
+    """Raises MachineError where a trace file changed since it was read: its requests would be stored under the wrong name."""
     if stamp_of(path) != stamp:
         raise MachineError(str(path), "", "has changed since the experiment was read; run the same command again")
 

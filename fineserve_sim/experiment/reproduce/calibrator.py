@@ -25,7 +25,7 @@ _VERDICTS: Mapping[str, Verdict] = {
 
 
 def answers() -> dict[str, Evaluation]:
-    """What the calibrator says of each of its claims, by id; empty where it is not installed or fails."""
+    """The calibrator's answer to each of its claims, by id; empty where it is not installed or fails."""
     if find_spec("fineserve_calibrate") is None:
         return {}
     try:

@@ -103,7 +103,7 @@ def ends(found: Sequence[Quantity]) -> tuple[Quantity, ...]:
 
 
 def tokens_per_s(run: RunData, start_s: float, end_s: float) -> float:
-    """Output tokens a second between two times, those of a request spread evenly from its first to its last."""
+    """Output tokens a second between two times. A request's tokens are spread evenly from its first to its last."""
     duration_s = np.maximum(run.finish_s - run.first_token_s, 1e-9)
     inside_s = np.minimum(run.finish_s, end_s) - np.maximum(run.first_token_s, start_s)
     return float(np.nansum(run.generated_tokens * np.clip(inside_s / duration_s, 0, 1)) / (end_s - start_s))

@@ -1,4 +1,4 @@
-"""The ledger: what each paper says, as numbers that ours can be held against.
+"""The ledger: each paper's claims, as numbers to compare ours with.
 
 ``targets.yaml`` is the project's own; another ledger (``--claims-file``) has a list ``claims`` of entries with id, paper,
 where, kind, backend, value, target and unit. Its numbers replace ours for the ids that we know, in the order in which they

@@ -5,7 +5,7 @@ takes one value at a time and gives it to every system that has the default ther
 system and decides their claims again. A claim is then reproduced under every reading, under some, or under none. That says more
 than one verdict, whose reading was a choice.
 
-The sweep is of one reading at a time: what two of them do together is not seen.
+The sweep changes one reading at a time, so it does not see what two of them do together.
 """
 
 from __future__ import annotations

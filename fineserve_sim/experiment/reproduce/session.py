@@ -161,7 +161,7 @@ class _Deciders:
             results.summary(name)
 
     def _open(self, target: Target, measured: Evaluation | None) -> Row:
-        """Nobody answers a claim: it takes a GPU, or lacks data, or its experiment file is not there."""
+        """The claim has no answer: it takes a GPU, or lacks data, or its experiment file is not there."""
         if measured:
             return _row(target, measured)
         if target.undecidable:

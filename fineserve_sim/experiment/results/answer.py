@@ -107,7 +107,7 @@ def holds(cell: Cell, targets: Targets) -> bool:
 
 
 def place_of(cell: Cell) -> tuple[tuple[str, Any], ...]:
-    """Where cells can be compared: their axes but those of the cluster."""
+    """The place at which cells are compared: their axes without the cluster's."""
     return tuple(sorted((axis, value) for axis, value in cell["axes"].items() if not axis.startswith("cluster.")))
 
 

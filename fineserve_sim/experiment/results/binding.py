@@ -2,11 +2,10 @@
 
 Requests that are turned away for want of an instance miss by the *placement*; those whose prompt no engine can hold by *KV
 memory*. Where an idle engine would be too late as well, it is the *prompt* itself. For all others the GPUs of the model
-decide. Where requests wait at a fifth of all looks or more, it is what is short at half of those at least: *KV memory* or
-*slots*. If neither is, it is what the steps in flight need more of, *compute* or memory *bandwidth*. Where requests hardly
-wait, there are three causes. Dropped requests miss by the *policy*'s own rule, slow ones by what their steps need, and late
-ones by *bursts* too short for the queue to be seen. A model that had no instance at the start, but got one, waited for its
-*weights*.
+decide. Where requests wait at a fifth of all looks or more, it is *KV memory* or *slots*, if short at half of these looks at
+least. If neither is, it is what the steps in flight need more of, *compute* or memory *bandwidth*. Where requests hardly wait,
+there are three causes. Dropped requests miss by the *policy*'s own rule, slow ones by what their steps need, and late ones by
+*bursts* too short for the queue to be seen. A model that had no instance at the start, but got one, waited for its *weights*.
 """
 
 from __future__ import annotations

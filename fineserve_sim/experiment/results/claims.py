@@ -13,8 +13,8 @@ clearly beyond no effect (1, 0) on the paper's side. *Direction only* when merel
 On a comparison:
 "> 1" is reproduced when it holds beyond our interval and direction only within it; ">= 1" is reproduced unless the
 contrary holds beyond our interval. On an order: reproduced when no point contradicts it beyond its interval and some
-point confirms it beyond its interval; direction only when it holds on average. A claim that served to set the load is
-an *input*, whatever it shows, and evidence of nothing.
+point confirms it beyond its interval; direction only when it holds on average. A claim that served to set the load is an
+*input*: it is evidence of nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Dollars: what an hour of a GPU costs, and what follows for a cell.
+"""Dollars: the price of a GPU-hour, and the costs of a cell that follow from it.
 
 The price is the file's (``usd_per_gpu_hour``), or the catalog's list price of the GPU, which is dated and a default.
 All GPUs of the cluster are paid for, busy or not, and whole, however MIG divides them.
@@ -15,7 +15,7 @@ from fineserve_sim.experiment.file.resolve import Setup
 
 
 class Price(NamedTuple):
-    """Dollars of a GPU-hour, None where nobody knows them; ``default``: by the catalog, read off ``source`` on a day."""
+    """Dollars of a GPU-hour, None where the price is not known; ``default``: by the catalog, read off ``source`` on a day."""
 
     usd_per_gpu_hour: float | None
     default: bool
@@ -24,7 +24,7 @@ class Price(NamedTuple):
 
 
 def price_of(setup: Setup) -> Price:
-    """The price of the GPUs of a setup: of several kinds their mean, a default where that of some kind is one."""
+    """The price of the GPUs of a setup: the mean of several kinds, and a default where one of them is a default."""
     each = [_price(kind) for kind in setup.kinds]
     told = next((price for price in each if price.default), each[0])
     if len(each) == 1:

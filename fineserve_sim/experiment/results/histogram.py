@@ -47,7 +47,7 @@ class Histograms:
 
 
 def _percentile(upto: Ints, due: int, percent: float) -> float:
-    """Of values whose counts up to each bin are ``upto``."""
+    """The percentile of values whose counts up to each bin are ``upto``."""
     if not due:
         return math.nan
     rank = (due - 1) * percent / 100

@@ -45,9 +45,9 @@ def sizes(requests: int) -> Ints:
 
 
 class Batches:
-    """Where the batches of each model begin, and those of all together (the last row), by the number of a request. Found by
-    reading the requests twice. ``models`` may name more than have requests. ``window_s``: from the first measured arrival to
-    the last one."""
+    """Where the batches of each model begin, and the batches of all together (the last row), by the number of a request. Found
+    by reading the requests twice. ``models`` may name more than have requests. ``window_s``: from the first measured arrival
+    to the last one."""
 
     def __init__(self, requests: Requests, warmup: int, models: Sequence[str] = ()) -> None:
         self.models = (*requests.models, *(name for name in models if name not in requests.models))
@@ -69,7 +69,7 @@ class Batches:
                 before[model] += len(own)
 
     def of(self, model: Ints, number: Ints) -> Ints:
-        """The batch of each measured request, (n,), among those of its model; the number of models stands for all of them."""
+        """The batch of each measured request, (n,), among its model's batches; the number of models stands for all of them."""
         found: Ints = (self._starts[model] <= number[:, None]).sum(axis=1) - 1
         return found
 

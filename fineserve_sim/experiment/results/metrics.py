@@ -1,13 +1,13 @@
-"""What is measured of one run (systems.md 1.4, claims.yaml meta.definitions).
+"""The metrics of one run (systems.md 1.4, claims.yaml meta.definitions).
 
 The window lasts from the first measured arrival (after the warm-up) to the last arrival. Rates count everything that
 happens inside it, whichever request it belongs to. So a queue carried over from the warm-up and one left at the end weigh
-the same. Latencies and attainment are those of the measured requests, however late they finish.
+the same. Latencies and attainment count the measured requests, however late they finish.
 
 * TTFT: first token - arrival. TPOT: (finish - first token) / (output tokens - 1), for two tokens and more.
 * attainment: share of measured arrivals that finished and met the limit (slo: every limit); all others (dropped, rejected,
   unfinished, late) are misses. ``misses`` tells their causes.
-* throughput: completions in the window a second; goodput: those that met their TTFT limit.
+* throughput: completions in the window a second; goodput: completions within their TTFT limit.
 * decode throughput: output tokens after the first, spread evenly from a request's first token to its finish, those
   inside the window a second; token throughput: with the first tokens.
 * percentiles are over all measured requests (TPOT: of two tokens and more). One that never got so far is infinitely late:
@@ -215,8 +215,8 @@ def cluster_values(
 
 
 def estimate(runs: Sequence[Measures], metric: str, model: str = "") -> Sample:
-    """A metric over the runs of one cell, of one model or (``""``) all: the right interval for its kind. An attainment of each
-    model is that of the model that attains least."""
+    """A metric over the runs of one cell, of one model or (``""``) all: the right interval for its kind. For an attainment of
+    each model, the model that attains least counts."""
     if metric.startswith(EACH):
         own = overall(metric)
         asked = [name for name in runs[0].models if any(len(run.hits[own][name]) for run in runs)]

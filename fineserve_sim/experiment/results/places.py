@@ -1,6 +1,6 @@
-"""Where everything is: which GPU holds which models, what their weights take, what is left for KV, and who has no place.
+"""Where everything is: which GPU holds which models, the bytes of their weights and of KV, and models without a place.
 
-The bytes are those of the cluster itself (``cluster/compose/memory.py``): usable memory, less weights, activations and the
+The bytes come from the cluster itself (``cluster/compose/memory.py``): usable memory, less weights, activations and the
 context of each engine, is KV memory. Where models come and go it is the placement at the start.
 """
 
@@ -140,7 +140,7 @@ class Places:
         return f"{needs}, up to {_gib(most)} are left on a GPU{after}, too little with the KV memory that the placement wants"
 
     def gpus(self, gpu_use: Sequence[GpuUse], kv_left: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-        """One entry a GPU: what is there, and how its time and memory were used until the last arrival. ``kv_left``: mean and
+        """One entry a GPU: its models, and how its time and memory were used until the last arrival. ``kv_left``: mean and
         least free bytes of each GPU with KV memory."""
         uses = {use.gpu: use for use in gpu_use}
         known = zip(self._kv_gpus(len(kv_left)), kv_left, strict=False)

@@ -54,7 +54,7 @@ def run_loaded(
     """Simulate what ``out`` does not hold yet, write all results there and return the path of summary.json.
 
     Simulations run on ``executor``, or in ``jobs`` processes (default: one a core) if there is none: the same bytes.
-    ``targets`` are those of the answer. With ``summary`` metrics alone are kept of the cells: no row a request and no sample.
+    ``targets`` belong to the answer. With ``summary`` metrics alone are kept of the cells: no row a request and no sample.
     Percentiles are then right to half a percent. Runs that limits are taken from keep their rows. Raises ConfigError (unusable
     output folder included), ScenarioError for a cell that cannot run, Interrupted after Ctrl-C; finished simulations are kept
     then.

@@ -10,7 +10,7 @@ from fineserve_sim.experiment.run.files import atomic
 
 
 def write_resolved(experiment: Experiment, path: Path) -> None:
-    """Write the file as it was run. What it does without, ``quick`` and ``runtime``, is left out."""
+    """Write the file as it was run. The sections ``quick`` and ``runtime`` are left out."""
     file = experiment.file
     if any(setup.names_files for setup in experiment.setups.values()):
         file = file.model_copy(update={"folder": str(experiment.setup.folder)})

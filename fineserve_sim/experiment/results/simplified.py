@@ -1,4 +1,4 @@
-"""What of a model is simplified: a line for the answer, so that nobody takes an approximation for a measurement."""
+"""The simplifications of a model: a line for the answer, so that no approximation passes for a measurement."""
 
 from __future__ import annotations
 

@@ -12,10 +12,10 @@ Two estimators, one for each kind of number:
   at least as wide as Wilson's for n independent requests (Wilson, JASA 22, 1927), told from its farther end, and no wider
   than shares can be.
 
-**Comparisons are of pairs** where both sides remember as many observations: runs of one seed serve the same requests
-whatever the system (common random numbers; Law, ch. 11), so that what a hard seed does to one system it does to the other
-too. A difference has the interval of the differences run by run, or batch by batch; a ratio that of what each pair is off it.
-Intervals added as for independent numbers would hide what every single run shows.
+**Comparisons are of pairs** where both sides remember as many observations: runs of one seed serve the same requests under
+every system (common random numbers; Law, ch. 11), so that what a hard seed does to one system it does to the other too. A
+difference has the interval of the differences run by run, or batch by batch; a ratio the interval of each pair's deviation
+from it. Intervals added as for independent numbers would hide what every single run shows.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the step times of runs rest on: pooled over runs, and what to warn of."""
+"""The sources of the step times of runs, pooled, and their warnings."""
 
 from __future__ import annotations
 

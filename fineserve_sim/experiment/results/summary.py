@@ -39,7 +39,7 @@ ENOUGH_PRECISION = 0.02
 
 
 class Judged(NamedTuple):
-    """What one run of a cell came to, where its models were, and how its GPUs were used (nothing for a bound)."""
+    """The outcome of one run of a cell, the places of its models, and the use of its GPUs (nothing for a bound)."""
 
     measures: Measures
     places: Places
@@ -91,7 +91,7 @@ def cell_entry(
 
 
 def cluster_of(setup: Setup) -> dict[str, Any]:
-    """What is bought, and where MIG divides it, into how many slices of which profiles."""
+    """The GPUs bought, and where MIG divides them, how many slices of which profiles."""
     slices = Counter(gpu.spec.name for gpu in setup.gpus if gpu.spec.whole)
     told = ", ".join(f"{count} of {name.removeprefix(f'{setup.gpu_name} ')}" for name, count in slices.items())
     return {"gpu": setup.gpu_name, "count": setup.bought, **({"slices": told} if told else {})}
@@ -140,7 +140,7 @@ def _number(value: float) -> float | None:
 
 
 def _flags(runs: Sequence[Measures], metrics: Mapping[str, Any], unplaced: Sequence[str]) -> Iterator[str]:
-    """What a reader should know before trusting the numbers of a cell."""
+    """The warnings that a reader should see before trusting the numbers of a cell."""
     if unplaced:
         yield f"no GPU for {', '.join(unplaced)}"
     fewest = min(run.counts["arrived"] for run in runs)

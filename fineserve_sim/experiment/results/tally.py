@@ -1,8 +1,8 @@
-"""What metrics need of requests, from columns of those that have ended: sums and counts by model, and no row a request.
+"""Sums and counts by model for metrics, from columns of ended requests, without a row a request.
 
 The window and the batches of intervals are known before the run (``hits.Batches``). So counts, rates, means and the intervals
-of attainments are those of ``metrics.measure``. The last bits of sums may differ, which are taken in another order. Percentiles
-come from histograms and are right to ``histogram.RELATIVE_ERROR``.
+of attainments equal the ones of ``metrics.measure``. The last bits of sums may differ, which are taken in another order.
+Percentiles come from histograms and are right to ``histogram.RELATIVE_ERROR``.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def write_results(
     experiment: Experiment, outcomes: Sequence[Outcome], store: Store, out: Path, targets: Targets = DEFAULT_TARGETS
 ) -> Path:
     """Write everything but figures and return the path of summary.json, which comes last. A summary of other runs goes first,
-    so that whoever is killed in between leaves none beside other tables, and so does the answer of a search."""
+    so that a process killed in between leaves none beside other tables, and so does the answer of a search."""
     (out / "size.json").unlink(missing_ok=True)
     if runs_told(out) != {key for outcome in outcomes for key in outcome.keys}:
         (out / "summary.json").unlink(missing_ok=True)
@@ -98,7 +98,7 @@ def _write_table(path: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What the results depend on beside the file: versions, platform and the digest of our own sources."""
+    """The things besides the file on which results depend: versions, platform and the digest of our own sources."""
     return {
         "fineserve": __version__,
         "code": code_digest(),

@@ -1,4 +1,4 @@
-"""What a model does by itself on idle GPUs: the engines that it may have, and the longest prompt whose first token is in time.
+"""A model by itself on idle GPUs: the engines that it may have, and the longest prompt whose first token is in time.
 
 A prompt by itself is computed in steps of the token budget. No system gives its first token sooner, but those that keep
 prefixes or cut an engine into stages: these have no such bound here.

@@ -17,7 +17,7 @@ from fineserve_sim.systems.spec import DedicatedPlacementSpec, PinnedPlacementSp
 
 
 def at_degrees(setup: Setup, system: SystemSpec, models: Sequence[ServedModel]) -> tuple[ServedModel, ...]:
-    """The models of a setup at the degrees of its file. A pinned model has that of its GPUs. A
+    """The models of a setup at the degrees of its file. A pinned model has the degree of its GPUs. A
     degree that is open is the one that carries the model's rate within its limit. It is less where the placement would leave
     some model without a GPU."""
     placement = system.placement

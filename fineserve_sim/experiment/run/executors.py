@@ -1,4 +1,4 @@
-"""Which executor somebody asks for, and for how long it is there."""
+"""The executor that a caller asks for, and for how long it is there."""
 
 from __future__ import annotations
 

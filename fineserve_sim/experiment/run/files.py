@@ -148,7 +148,7 @@ def prepare(out: Path) -> None:
 
 
 def _sweep(out: Path) -> None:
-    """What writers left that were killed goes after a day; nobody writes one file for so long."""
+    """Delete what killed writers left after a day; no writer takes so long for one file."""
     for folder in (out, out / "cells", out / "decisions", out / "figures"):
         for left in folder.glob(".*.tmp"):
             with suppress(FileNotFoundError):  # its writer has just finished

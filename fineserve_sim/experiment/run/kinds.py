@@ -11,7 +11,7 @@ from fineserve_sim.policy.placement import tp_groups
 
 
 def own_gpus(setup: Setup, model: ServedModel) -> tuple[Gpu, ...]:
-    """All GPUs of one kind: the kind on which an engine of the model serves the most, of those that hold it. So what a model is
+    """All GPUs of one kind: of the kinds that hold the model, the one on which its engine serves the most. So what a model is
     by itself depends neither on the order of the file nor on slower GPUs. The first ones form a TP group. All GPUs of the
     cluster where no kind holds the model."""
     gpus, engine = setup.gpus, setup.engine

@@ -52,7 +52,7 @@ def carry_out(work: Work, number: int, board: Any, libraries: Mapping[str, str])
 
 @cache
 def _check_libraries(expected: tuple[tuple[str, str], ...]) -> None:
-    """Raises MachineError where libraries are not those of the machine that asks."""
+    """Raises MachineError where libraries differ from the asking machine's."""
     here = libraries()
     for name, wanted in expected:
         if here[name] != wanted:

@@ -1,4 +1,4 @@
-"""What an operator expects of the requests: rates and mean lengths, of each model."""
+"""An operator's expectations of the requests: rates and mean lengths of each model."""
 
 from __future__ import annotations
 
@@ -92,12 +92,12 @@ def _recorded_rate(setup: Setup) -> float:
 
 
 def stretch(setup: Setup, load: str | None) -> float:
-    """How much faster a load plays a recorded trace so that its mean rate is that of the load."""
+    """How much faster a load plays a recorded trace so that its mean rate equals the load's."""
     return 1.0 if load is None else setup.loads[load].rate_per_s / _recorded_rate(setup)
 
 
 def mean_lengths(setup: Setup, model: str) -> tuple[float, float]:
-    """Mean prompt and output tokens that an operator would expect of ``model``: those of the source, not of one run."""
+    """Mean prompt and output tokens that an operator would expect of ``model``, from the source, not from one run."""
     if setup.workload.trace is None:
         prompt, output = _source_means(*lengths_key(setup))
         told = setup.workload.conversations or schema.Conversations()

@@ -1,4 +1,4 @@
-"""One simulation as a small description that travels to a worker: what is run, not the requests themselves."""
+"""One simulation as a small description that travels to a worker, without the requests themselves."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ SAMPLE_S = 1.0
 class Run:
     """A simulation of ``system`` in one variant of the file (``setup``, named by the overridden keys ``variant``).
 
-    ``slo_s`` are the TTFT limits of the models in their order, ``tpot_slo_s`` those of the time per token, if any. Reference
-    runs have one model: ``isolated``, in which each request is alone, or ``alone``, under its own arrivals on GPUs of its own.
+    ``slo_s`` are the TTFT limits of the models in their order, ``tpot_slo_s`` their limits of the time per token, if any.
+    Reference runs have one model: ``isolated``, in which each request is alone, or ``alone``, under its own arrivals on GPUs
+    of its own.
     """
 
     setup: Setup = field(compare=False, repr=False)
@@ -102,7 +103,7 @@ def _clients(run: Run, trace: Requests) -> Clients | None:
 
 
 def _reference_gpus(run: Run, model: ServedModel) -> tuple[Gpu, ...]:
-    """What the one model of a reference run is on: where it is pinned the GPUs of the cluster, else those of its own kind."""
+    """The GPUs of the one model of a reference run: the cluster's where it is pinned, else GPUs of its own kind."""
     pinned = isinstance(run.setup.systems[run.system].placement, PinnedPlacementSpec)
     gpus = run.setup.gpus if pinned else own_gpus(run.setup, model)
     return gpus[: model.tp * model.ranks] if run.alone else gpus

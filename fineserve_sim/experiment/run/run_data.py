@@ -58,7 +58,7 @@ class Columns:
 
     @property
     def tpot_s(self) -> Floats:
-        """Seconds per output token after the first; NaN for requests of one token and for those that did not end with one."""
+        """Seconds per output token after the first; NaN for requests of one token and for requests that did not finish."""
         later = np.where(self.generated_tokens > 1, self.generated_tokens - 1, np.nan)
         result: Floats = (self.finish_s - self.first_token_s) / later
         return result

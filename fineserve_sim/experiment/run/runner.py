@@ -115,8 +115,8 @@ class Session:
         ]
 
     def _ensure(self, runs: Sequence[Run], decisions: bool, summed: Sequence[Summed | None] = ()) -> list[str]:
-        """Simulate the runs that are not stored yet, equal ones once. Returns the key of each, in order. Of those that are
-        ``summed`` metrics alone are kept."""
+        """Simulate the runs that are not stored yet, equal ones once. Returns the key of each, in order. Runs that are
+        ``summed`` keep their metrics alone."""
         how = summed or [None] * len(runs)
         keys = [keyed(*each) for each in zip(runs, how, strict=True)]
         missing: dict[str, list[Run]] = {}

@@ -169,6 +169,6 @@ def _ttft_s(run: RunData) -> Floats:
 
 
 def _tpot_s(run: RunData) -> Floats:
-    """NaN for requests of one token, which have no time per token; infinite for those that did not finish."""
+    """NaN for requests of one token, which have no time per token; infinite for requests that did not finish."""
     several = np.where(np.isnan(run.finish_s), np.inf, run.tpot_s)
     return np.where(run.output_tokens > 1, several, np.nan)

@@ -29,7 +29,7 @@ class _Pieces:
     found: dict[int, Piece] = field(default_factory=dict)
 
     def share_of(self, part: Part) -> float:
-        """Of the run's requests."""
+        """Its share of the run's requests."""
         return len(part.component.requests) / len(self.apart.scenario.whole_trace)
 
     def store(self, out: Path) -> None:

@@ -76,9 +76,9 @@ def _digests(requests: Requests) -> dict[str, str]:
 
 @cache
 def code_digest() -> str:
-    """Hash of all sources and data files that a simulation is made of. This package is none of them: what it makes of a
-    file, the scenario, is hashed itself; what it makes of a run does not change the run. Nor are those who call it, or
-    compiled modules, whose sources lie beside them."""
+    """Hash of all sources and data files that a simulation is made of. This package is not among them: the scenario that it
+    makes of a file is hashed itself, and its use of a run does not change the run. Nor are its callers, or compiled modules,
+    whose sources lie beside them."""
     digest = hashlib.sha256()
     for package in ("fineserve_sim", "fineserve_traces"):
         root = Path(str(files(package)))

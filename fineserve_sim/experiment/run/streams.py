@@ -22,7 +22,7 @@ def stream(seed: int, name: str) -> np.random.Generator:
 
 
 def stream_names(models: Iterable[str]) -> dict[str, str]:
-    """What each model is called in the names of its streams: its id, with primes where an earlier model has the same hash."""
+    """The name of each model in its random streams: its id, with primes where an earlier model has the same hash."""
     taken: set[int] = set()
     names = {}
     for model in models:

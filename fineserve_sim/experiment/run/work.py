@@ -1,4 +1,4 @@
-"""What is done elsewhere: a run, or one component of a run. Each is idempotent: done twice, it leaves the same bytes."""
+"""Work that is done elsewhere: a run, or one component of a run. Each is idempotent: done twice, it leaves the same bytes."""
 
 from __future__ import annotations
 

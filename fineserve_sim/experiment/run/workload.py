@@ -48,13 +48,12 @@ def build_trace(setup: Setup, load: str | None, rate_scale: float, seed: int) ->
 
 
 def build_requests(setup: Setup, load: str | None, rate_scale: float, seed: int) -> Requests:
-    """As ``build_trace``, drawn or read from their file while somebody takes them; a trace where they are turns of
-    conversations."""
+    """Like ``build_trace``, but drawn or read from their file on demand; a trace where they are turns of conversations."""
     return _requests(setup, load, rate_scale, seed, held=False)
 
 
 def _requests(setup: Setup, load: str | None, rate_scale: float, seed: int, *, held: bool) -> Requests:
-    """Those of a file are ``held``, for other runs of it, too, or not."""
+    """Requests of a file are ``held``, for other runs of it, too, or not."""
     work = setup.workload
     requests: Drawn | Replay | Trace
     if work.trace is not None:
@@ -80,7 +79,7 @@ def _requests(setup: Setup, load: str | None, rate_scale: float, seed: int, *, h
 
 def _of_clients(setup: Setup, rate_scale: float, seed: int) -> Trace:
     """What the clients of each model send in turn, in rows whose times mean nothing: as many rows a model as all clients send
-    together, since nobody knows which of them will be the faster ones."""
+    together, since it is not known which of them will be the faster ones."""
     count, models = clients_of(setup, rate_scale).requests, len(setup.models)
     columns = [
         length_source(setup).in_turn(stream(seed, f"lengths/{name}"), count)(count)

@@ -1,4 +1,4 @@
-"""What an answer costs against GPUs that no models share: a GPU, or a group of them, for each model."""
+"""The cost of an answer against GPUs that no models share: a GPU, or a group of them, for each model."""
 
 from __future__ import annotations
 

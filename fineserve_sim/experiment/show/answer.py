@@ -1,4 +1,4 @@
-"""The answer in sentences: what to take, what it costs, where its misses come from, what binds it and where it breaks."""
+"""The answer in sentences: the choice, its cost, the causes of its misses, what binds it and where it breaks."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def dollars(value: float) -> str:
 
 
 def cheapest_text(prices: Iterable[tuple[str, float | None]]) -> str:
-    """What the first of several answers is: ``The cheapest that keeps``, where what an hour of each costs is known."""
+    """The words for the first of several answers: ``The cheapest that keeps``, where all prices are known."""
     unknown = dict.fromkeys(gpu for gpu, usd in prices if usd is None)
     if not unknown:
         return "The cheapest that keeps"
@@ -162,7 +162,7 @@ def targets_text(targets: Mapping[str, float]) -> str:
 
 
 def _whose(metric: str) -> str:
-    """``within the limit of TTFT``, of all requests or of those of each model."""
+    """``within the limit of TTFT``, of all requests or of each model's."""
     moment = overall(metric).removesuffix("_attainment")
     limit = "all limits" if moment == "slo" else f"the limit of {_MOMENTS[moment]}"
     return f"of each model's requests within {limit}" if metric.startswith(EACH) else f"within {limit}"
@@ -192,7 +192,7 @@ def _left_out(models: Sequence[str]) -> str:
 
 
 def _found(answer: Mapping[str, Any], cell: Cell, targets: str) -> str:
-    """What the search for more GPUs came to."""
+    """The outcome of the search for more GPUs."""
     found, gpu = answer["search"]["gpus"], cell["cluster"]["gpu"]
     if "out_of_reach" in found:
         bounds = found["out_of_reach"]["bounds"]
@@ -229,7 +229,7 @@ def _hourly(usd: float | None) -> str:
 
 
 def _asked(answer: Mapping[str, Any], cell: Cell) -> str:
-    """Of the GPUs that were asked for: nobody keeps the targets, and who comes closest."""
+    """On the GPUs that were asked for no system keeps the targets; which one comes closest."""
     title = answer["choice"]["title"]
     closest = f"none does; closest {title}" if answer["systems"] > 1 else f"{title} comes to"
     return f"On {cell['cluster']['count']} {closest}"
@@ -271,7 +271,7 @@ def _cost(cell: Cell, price: Mapping[str, Any]) -> str:
 
 
 def _unpriced(cell: Cell) -> str:
-    """The kinds of GPU whose price nobody knows."""
+    """The kinds of GPU without a known price."""
     kinds = cell.get("cost_by_kind", ())
     return ", ".join(kind["gpu"] for kind in kinds if kind["usd_per_gpu_hour"] is None) or str(cell["cluster"]["gpu"])
 
@@ -379,7 +379,7 @@ def _rates(cell: Cell, cells: Sequence[Cell]) -> set[float]:
 
 
 def _searched(answer: Mapping[str, Any], cell: Cell) -> Iterator[str]:
-    """What the search along the rate found for the chosen system."""
+    """The result of the search along the rate for the chosen system."""
     rate, base = answer["search"]["rate"], _base_per_s(answer, cell)
     holds = f"{answer['choice']['title']} on {cell['cluster']['count']} holds"
     if rate["value"] is None and not rate["least"]:

@@ -1,4 +1,4 @@
-"""What two runs of the same cell decided: where models were placed, and the first command that differs."""
+"""The decisions of two runs of the same cell: where models were placed, and the first command that differs."""
 
 from __future__ import annotations
 

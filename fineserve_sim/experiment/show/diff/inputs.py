@@ -1,4 +1,4 @@
-"""What two experiments were given: keys of their files that differ, and the versions that they ran on."""
+"""The inputs of two experiments: keys of their files that differ, and the versions that they ran on."""
 
 from __future__ import annotations
 

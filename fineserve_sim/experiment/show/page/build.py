@@ -113,7 +113,7 @@ def _part(folder: Path, index: int) -> tuple[Html, dict[str, Spec]]:
 
 
 def _search(searched: Mapping[str, Any], prefix: str) -> Html:
-    """What a search found, before the results of what it chose."""
+    """The findings of a search, before the results of its choice."""
     figures = {prefix + name: spec for name, spec in search_charts(searched).items()}
     looks = search_looks(searched)
     key = legend(looks, {name: name for name in looks.names}, filtered=False)
@@ -129,13 +129,13 @@ def _nothing_held(searched: Mapping[str, Any], prefix: str) -> tuple[Html, dict[
 
 
 def no_filters() -> Html:
-    """What the page looks for in every part, with nothing to choose."""
+    """The filters that the page expects in every part, with nothing to choose."""
     empty = [tag("select", tag("option", "all", value=""), data_filter=name) for name in ("model", "place")]
     return tag("nav", *empty, hidden=True)
 
 
 def _filters(summary: Mapping[str, Any], resolved: Mapping[str, Any], places: Places) -> Html:
-    """What the whole part is filtered by: systems, one model or all, one place."""
+    """The filters of the whole part: systems, one model or all, one place."""
     titles = {cell["system"]: cell["title"] for cell in summary["cells"]}
     chips = [
         tag(

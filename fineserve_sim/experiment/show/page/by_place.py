@@ -1,4 +1,4 @@
-"""What the page shows of one place at a time: distributions, memory over time, placements, the slowest requests."""
+"""The parts of the page that show one place at a time: distributions, memory over time, placements, the slowest requests."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _adaptive(now: float, requests: Sequence[Request]) -> tuple[list[Request], l
 
 @claim("FS-alg2-anchor", by="policy core")
 def anchor() -> Evaluation:
-    """Every admitted batch ends before its earliest deadline; who is hopeless alone is dropped, and once."""
+    """Every admitted batch ends before its earliest deadline. A request that is hopeless alone is dropped, and once."""
     broken = 0
     for now, requests in _waiting_sets():
         admitted, dropped, again = _adaptive(now, requests)

@@ -47,8 +47,8 @@ def slopes(results: Results) -> Evaluation:
 
 
 def _slope(results: Results, cells: Sequence[Cell], name: str) -> Estimate:
-    """Tokens a GiB by least squares over the pools of the sweep, one slope a seed. What is not KV memory is the same at each
-    point, so that a step of the memory utilisation is a step of the pools, which are equal."""
+    """Tokens a GiB by least squares over the pools of the sweep, one slope a seed. Memory other than KV is the same at each
+    point, so a step of the memory utilisation is a step of the pools, which are equal."""
     memory_gib = gpu("h100-sxm").memory_bytes / 2**30 / len(TOKEN_BYTES)
     pools_gib = [memory_gib * cell["axes"]["engine.memory_utilization"] for cell in cells]
     by_cell = (results.runs("fig03", cell) for cell in cells)

@@ -71,7 +71,7 @@ def seven_layers() -> Evaluation:
 
 @claim("KS-6-freed")
 def freed_copies() -> Evaluation:
-    """What a merge frees, summed over the instances' own layers, for all numbers of instances and all requirements."""
+    """The bytes that a merge frees, summed over the instances' own layers, for all numbers of instances and requirements."""
     layers, copies = 840, []  # 840 splits evenly over up to 8 stages
     for instances in range(2, 9):
         for merges in range(1, instances):

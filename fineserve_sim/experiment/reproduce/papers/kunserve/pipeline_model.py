@@ -1,6 +1,6 @@
 """How long microbatches take through a pipeline (KunServe App. A).
 
-With sends that nobody waits for, microbatch k leaves stage s at
+With sends that no stage waits for, microbatch k leaves stage s at
 
     finish[k][s] = max(finish[k-1][s], finish[k][s-1] + transfer) + t[k][s]
 

@@ -82,7 +82,7 @@ def overhead(results: Results) -> Evaluation:
 
 @claim("PR-5.1-pages")
 def mapped_pages() -> Evaluation:
-    """MB a physical page over a life of allocations: what is mapped is 2 MB x tensors x non-empty pages, no more."""
+    """MB a physical page over a life of allocations: mapped memory is 2 MB x tensors x non-empty pages, no more."""
     manager = KvCachedManager(40 * 2**30, {0: VirtualKV(tensors=64, block_bytes=32 * 1024)})
     held: list[list[int]] = []
     for blocks in (1, 63, 64, 200, 7):

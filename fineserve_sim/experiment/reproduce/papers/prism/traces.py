@@ -91,7 +91,7 @@ def fluctuation() -> Evaluation:
 
 @claim("PR-2a-share")
 def tail_requests() -> Evaluation:
-    """What the least popular 60 % of models request."""
+    """The requests of the least popular 60 % of models."""
     shares = [100 * tail_share([found.requests for found in stats]) for stats in (_provider(), _arena())]
     return numbers(
         60.0,

@@ -5,7 +5,7 @@
     finished: PrefixRecord                               released: Release
 
 The listing cannot be meant literally; ``Readings`` names each place, with the reading that makes sense as its default and the
-listing as its alternative. The letters are those of the specification (systems.md 9.3).
+listing as its alternative. The letters follow the specification (systems.md 9.3).
 
 A request's virtual range spans the maximum sequence length and costs no memory; freed ranges are used again (vSet).
 """
@@ -71,7 +71,7 @@ class VirtualRanges:
 
 
 class FlexInfer:
-    """The vTensors of one engine. Requests are in order of priority: who came first goes last.
+    """The vTensors of one engine. Requests are in order of priority: the first to come is the last to go.
 
     Args:
         memory, owner: where rows come from, and under which id.
@@ -146,7 +146,7 @@ class FlexInfer:
         self.release(request)
 
     def release(self, request: int) -> None:
-        """The request ends or is preempted: its rows are unmapped, and nobody's unless shared."""
+        """The request ends or is preempted: its rows are unmapped, and free unless shared."""
         self._drop(self._find(request))
         del self.requests[request]
 
