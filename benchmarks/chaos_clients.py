@@ -209,7 +209,7 @@ async def burst(url: str, prompt: Prompt, requests: int = 1500) -> Counter[str]:
 
 class Health(NamedTuple):
     """An answer of ``/health``. ``asked_s``: on the machine's monotonic clock. ``cpu_s``: processor time that the whole server
-    took meanwhile; what ``took_s`` is longer than that, somebody waited for a core."""
+    took meanwhile; the rest of ``took_s`` was waiting for a core."""
 
     asked_s: float
     took_s: float

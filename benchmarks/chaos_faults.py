@@ -136,7 +136,7 @@ class Faults:
             await asyncio.to_thread(self._server.nodes.add)
 
     async def _disk(self) -> None:
-        """Nobody can write a file any longer."""
+        """No file can be written any longer."""
         self._server.fill_disk()
         await asyncio.sleep(self._rng.uniform(0.5, 3))
         self._server.free_disk()

@@ -29,7 +29,7 @@ _ENVIRONMENT = {
 
 
 class Nodes:
-    """A node with room for one device each, and a head with room for none: who loses the head loses the cluster. Ray's
+    """A node with room for one device each, and a head with room for none: without the head the cluster is lost. Ray's
     processes find what this one finds. Their owner is a process of its own, because Ray wants its main thread."""
 
     def __init__(self) -> None:
@@ -71,7 +71,7 @@ class Nodes:
 
 def _own(pipe: Connection) -> None:
     """A process: start the head, send its address; then, at None, add a node and send its daemon's id, and at such an id lose
-    its node. Until nobody is there any more."""
+    its node. Until no process is there any more."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     from ray.cluster_utils import Cluster
 

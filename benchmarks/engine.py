@@ -19,8 +19,8 @@ run on one machine; seconds of different runs say little. ``--profile`` adds whe
 ``--rounds`` times each. It prints the ratios of requests per CPU-second, this one over the other. The other one need not have
 this file. A compiled build (``dev.py compile``) is such a checkout: ``--against build/compiled``.
 
-CPU seconds are those of this process. ``loop_s`` is the best of ``--repeat`` loops; ``startup_s`` (interpreter, imports,
-trace, set-up), ``process_s`` and ``peak_mb`` are those of the whole process up to the end of the first simulation.
+CPU seconds count this process. ``loop_s`` is the best of ``--repeat`` loops; ``startup_s`` (interpreter, imports,
+trace, set-up), ``process_s`` and ``peak_mb`` count the whole process up to the end of the first simulation.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python -m benchmarks.prefix_caches TRACE [--requests N] [--gpus 4]
 
-* spaced: requests come one after the other and memory holds everything. Whatever the cluster (one engine that stays, one of a
-  Prism fleet, a KunServe pipeline of two stages), it must find what an unlimited cache would.
-* recorded: requests come as they did, on ``--gpus`` H100 with their own memory, so that caches lose blocks. A fleet whose
-  engines stay, and groups of one stage that take turns, must find what the static cluster finds.
+* spaced: requests come one after the other and memory holds everything. In every cluster (one engine that stays, one of a
+Prism fleet, a KunServe pipeline of two stages) it must find what an unlimited cache would. * recorded: requests come as they
+did, on ``--gpus`` H100 with their own memory, so that caches lose blocks. A fleet whose engines stay, and groups of one stage
+that take turns, must find what the static cluster finds.
 
 Llama-3.1-8B FP8, blocks of 512 tokens, as long as those that Mooncake's traces tell apart. What is found is what engines did
 not have to compute of all prompts. Exit status 1 when two that must agree do not.

@@ -6,9 +6,9 @@
     python benchmarks/record.py day --part 0.1 --system fineserve      its first tenth, of one system
     python benchmarks/record.py hour --scale 0.05 --gpus 2             on twice as many GPUs
 
-Popularity, bursts and lengths are those of ``fineserve_traces.ProviderDay``. Requests stream in and outcomes stream out
+Popularity, bursts and lengths follow ``fineserve_traces.ProviderDay``. Requests stream in and outcomes stream out
 (``simulate_streamed``); metrics are tallied on the way. Each system is a process of its own, so that its peak of memory is its
-own. CPU seconds are those of the whole process, and the hash is one of what became of every request. A run into a pipe says
+own. CPU seconds count the whole process, and the hash is one of what became of every request. A run into a pipe says
 how far it is twice a minute.
 """
 

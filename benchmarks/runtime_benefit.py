@@ -3,7 +3,7 @@
     python benchmarks/runtime_benefit.py FOLDER [--pairs N] [--json]
 
 Plays ``on_off.yaml`` of ``fineserve-run demo`` (made in FOLDER) on real vLLM engines, both systems on the same requests in
-each pair, in alternating order. A pair's ratio is that of the requests a second that met their TTFT SLO, dynamic over static.
+each pair, in alternating order. A pair's ratio is of the requests a second that met their TTFT SLO, dynamic over static.
 The geometric mean has a 95 % interval by Student's t over the logarithms. Needs vLLM on the CPU; a pair takes a minute.
 """
 

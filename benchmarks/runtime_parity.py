@@ -12,8 +12,8 @@ than the table says the steps took, all of them. A second simulation takes steps
 it and the engines is *queue*: batching, memory, policy.
 
 The load is made so that everything happens: bursts that overlap or not, requests whose deadline cannot be met, and too little
-KV memory, so that engines preempt. Memory of the simulated device is set such that its KV bytes are those of the region, less
-the slab that belongs to nobody.
+KV memory, so that engines preempt. Memory of the simulated device is set such that its KV bytes equal the region's, less the
+slab without an owner.
 """
 
 from __future__ import annotations

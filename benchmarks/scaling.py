@@ -5,7 +5,7 @@
 
 * requests: one replica at 8.2 requests a second, merged; slope 1 is linear.
 * replicas: 1,000 requests a replica, the same load on each; slope 1 is no cost of being many.
-* queue: so many requests arrive within one second at one replica, with an SLO of an hour: nobody is dropped, and half of
+* queue: so many requests arrive within one second at one replica, with an SLO of an hour: no request is dropped, and half of
   them wait on average. CPU seconds a request, for each local scheduler; slope 0 does not see the queue.
 * batch: a full batch of so many running sequences, outputs stretched 4 times, 16 requests a slot: the number of iterations
   stays about the same. CPU seconds an iteration, one event each (plain); slope 0 does not see the batch.

@@ -144,9 +144,9 @@ class Sizing:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """What a search found. ``experiment``: the plan as ``run`` and ``size`` take it. ``judged``: shares of the requests on time
-    in situations that the search never saw, beside those of ``best_system``, the best of the papers' systems. ``answer``: in
-    words."""
+    """What a search found. ``experiment``: the plan as ``run`` and ``size`` take it. ``judged``: shares of the requests on
+    time in situations that the search never saw, beside the shares of ``best_system``, the best of the papers' systems.
+    ``answer``: in words."""
 
     experiment: dict[str, Any]
     judged: pd.DataFrame
@@ -168,8 +168,8 @@ def run(
     price: float | None = None,
     on_progress: OnProgress | None = None,
 ) -> Result:
-    """Run an experiment. ``overrides`` are dotted keys with their values, as ``--set`` takes them. ``targets`` are those of the
-    answer, such as ``{"all": 0.99}``; ``price``: dollars a GPU-hour.
+    """Run an experiment. ``overrides`` are dotted keys with their values, as ``--set`` takes them. ``targets`` of the answer,
+    such as ``{"all": 0.99}``; ``price``: dollars a GPU-hour.
 
     ``jobs`` processes (one a core if not given) give the same results as one; a script that asks for several needs
     ``if __name__ == "__main__":``. ``executor``: where they run, as ``--executor`` takes it (``local``, ``ray`` or
@@ -346,7 +346,7 @@ def plan(
 ) -> Plan:
     """The best plan that a search finds for a trace file on these GPUs; with a ``target``, on the fewest of them that keep it.
 
-    A model is ``NAME=MODEL:PRECISIONS:DEGREES``, as on the command line; or models and engines are those of the file ``like``,
+    A model is ``NAME=MODEL:PRECISIONS:DEGREES``, as on the command line; or models and engines come from the file ``like``,
     and its GPU where none is given. ``gpus``: a number, or numbers by kind, such as ``{"h100-sxm": 4, "l40s": 8}``.
     ``target``: 0.95 of all requests, or ``{"all": 0.95, "each:all": 0.9}``. With it, of several kinds in ``gpus`` or ``gpu``
     the cheapest is taken, each at its ``price``, and of kinds in ``gpus`` mixes, too. ``apart``: pairs of models that share no

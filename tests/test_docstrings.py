@@ -1,4 +1,5 @@
-"""Public docstrings are plain: no sentence is longer than 30 words, and none opens with Who, Whoever or Of."""
+"""Public docstrings are plain: no sentence is longer than 30 words, none opens with Who, Whoever or Of, and none has people
+where engines or requests are meant, or *those of* in place of a noun."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ SHORT_ITEM = 10
 """Words of an item at most, for a list within a sentence."""
 
 OPENINGS = re.compile(r"(?:Who|Whoever|Of)\b")
+VAGUE = re.compile(r"\b(?:who|whoever|nobody|somebody|whatever|those of)\b", re.IGNORECASE)
 NO_PROSE = re.compile(r" {4,}|\s*(?:\||>>>)")
 TABLE = re.compile(r"^=+ +=+$.*?^=+ +=+$(?:.*?^=+ +=+$)?", re.DOTALL | re.MULTILINE)
 BULLET = re.compile(r"(?:^|\n) *(?:[*-]|\d+\.) +")
@@ -87,6 +89,7 @@ def faults(text: str) -> list[str]:
     return [
         *(f"{words(each)} words: {each}" for each in found if words(each) > MOST_WORDS),
         *(f"opens badly: {each}" for each in found if OPENINGS.match(each)),
+        *(f"says {word[0]}: {each}" for each in found if (word := VAGUE.search(each))),
     ]
 
 
@@ -142,7 +145,7 @@ def test_short_items_after_a_colon_are_sentences_of_their_own() -> None:
         ("Good. Who waits.", False),
         ("Whoever waits.", False),
         ("Of those, some.", False),
-        ("Offers whoever waits something of note.", True),
+        ("Offers something of note to engines that wait.", True),
     ],
 )
 def test_what_is_plain(text: str, plain: bool) -> None:

@@ -3,7 +3,7 @@
 An operator has one Parquet file. A row is a measurement; the file's metadata holds a fingerprint of the conditions.
 
 ================== ============================================================================================
-operator           columns (``latency_s``: seconds of one call on one GPU; heads are those of one GPU)
+operator           columns (``latency_s``: seconds of one call on one GPU; heads count one GPU's)
 ================== ============================================================================================
 gemm               dtype, m (tokens), n (outputs), k (inputs), latency_s
 prefill_attention  dtype, kv_dtype, q_heads, kv_heads, head_dim, batch, new_tokens (a sequence), cached_tokens

@@ -4,7 +4,7 @@ A model has ``layers`` layers. Each has one kind of attention and one kind of ML
 the kinds with their numbers; weights, KV and step times are sums over these lists. A dense model with full attention has one
 kind of each.
 
-* Grouped attention keeps K and V of every token. Behind a window it keeps those of the last tokens alone.
+* Grouped attention keeps K and V of every token. Behind a window it keeps the last tokens' alone.
 * Latent attention (DeepSeek-V2, section 2.1) keeps one compressed vector a token for all heads. With an index, each query
   attends to the tokens that the index chooses (DeepSeek-V3.2).
 * Linear attention (gated delta net) keeps a state of constant size for each sequence.

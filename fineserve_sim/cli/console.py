@@ -109,7 +109,7 @@ _AGAIN_S = 0.01
 @contextmanager
 def _delivered() -> Iterator[None]:
     """Let no Ctrl-C get lost. Python drops an exception that is raised in a finalizer or in the callback of a weak reference,
-    as those of an import are; the interrupt comes again a moment later, outside of it."""
+    as an import has them; the interrupt comes again a moment later, outside of it."""
     before, main = sys.unraisablehook, threading.main_thread().ident
 
     def again(dropped: Any) -> None:

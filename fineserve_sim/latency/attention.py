@@ -6,7 +6,7 @@ One kernel serves decodes and prefills, so its floor (launches) is paid once. De
 summed context for each batch size. By roofline, decode attention reads the KV cache, and prefill is the larger of its
 query-key pairs over the compute rate and its KV over the bandwidth.
 
-By tables, prefill is that of prompts of equal length with as many keys per query, 2 * pairs / tokens - 1: exact for equal
+By tables, prefill is read for prompts of equal length with as many keys per query, 2 * pairs / tokens - 1: exact for equal
 prompts without a prefix. A chunk after a cached prefix, which no table has, counts as the part of such a prompt that its
 tokens are. It takes at least what it takes without the prefix, and the time to read the prefix's KV (assumed).
 """

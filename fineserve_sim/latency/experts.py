@@ -4,8 +4,8 @@ A token goes to ``active`` of ``count`` experts. ``tokens`` tokens touch
 
     distinct = local * (1 - (1 - active / count) ** tokens)
 
-of the ``local`` experts of a GPU, if routing is uniform and tokens are independent. Their weights are read once. Products are
-those of ``tokens * active / spread`` rows, a GPU's share of all where whole experts are spread over the group.
+of the ``local`` experts of a GPU, if routing is uniform and tokens are independent. Their weights are read once. Products have
+``tokens * active / spread`` rows, a GPU's share of all where whole experts are spread over the group.
 
 A table has the seconds of one layer by shape and tokens. Another shape, format or GPU keeps the ratio to its own roofline of
 the nearest shape that was measured. A GPU whose tables have no kernel of 4-bit weights takes that of the GPU with the nearest
@@ -99,7 +99,7 @@ def roofline(work: ExpertWork, kernel: GemmKernel, weight_bits: float, tokens: F
 def aligned(work: ExpertWork, kernel: GemmKernel, rows_each: int, tokens: Floats) -> Cost:
     """One layer's 8-bit experts in a layout that pads the rows of every expert to ``rows_each`` (DeepGEMM, contiguous).
 
-    All padded rows are computed and moved, those of experts without a token as well: hidden states are gathered, and the
+    All padded rows are computed and moved, also for experts without a token: hidden states are gathered, and the
     product's output, its activation and the second output are written and read. ``kernel``: of an 8-bit product.
     """
     rows = tokens * (work.active / work.spread) + work.local * (rows_each - 1)

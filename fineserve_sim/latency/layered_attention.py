@@ -4,9 +4,8 @@
   then the query-key pairs inside the window follow from the running sums. A chunk of c tokens after a prefix of P has
   ``pairs / tokens = P + (c + 1) / 2`` and ``context / tokens = P / c``.
 * ``Chosen``: layers whose queries see so many tokens that an index chooses.
-* ``Behind``: layers that keep K and V compressed. Decodes compute on the compressed vectors; prompts unfold those of a prefix.
-* ``PerSequence``: layers that keep a state of constant size for each sequence.
-* ``Summed``: all kinds of a model.
+* ``Behind``: layers that keep K and V compressed. Decodes compute on the compressed vectors; prompts unfold the vectors of a
+prefix. * ``PerSequence``: layers that keep a state of constant size for each sequence. * ``Summed``: all kinds of a model.
 """
 
 from __future__ import annotations

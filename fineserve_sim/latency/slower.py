@@ -69,7 +69,7 @@ class Slowed(Adjusted):
         return Cost(seconds, compute_s, memory_s, cost.source)
 
     def provenance(self) -> list[Provenance]:
-        """Those of ``plain``, and the factor."""
+        """The numbers of ``plain``, and the factor."""
         told = Provenance("step_time_factor", self.factor, "x", "assumed", "engine.step_time_factor")
         return [*self.plain.provenance(), told]
 
@@ -87,6 +87,6 @@ class Offloaded(Adjusted):
         return self.plain.by_tokens(tokens) | {"kv_offloading": copies}
 
     def provenance(self) -> list[Provenance]:
-        """Those of ``plain``, and the copies."""
+        """The numbers of ``plain``, and the copies."""
         told = Provenance("kv_offloading.token_s", self.token_s, "s", "assumed", "engine.kv_offloading.store_s_per_gib")
         return [*self.plain.provenance(), told]

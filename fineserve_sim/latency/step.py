@@ -148,7 +148,7 @@ class StepModel:
 
     @property
     def stage_host_s(self) -> float:
-        """Host seconds that each stage of a pipeline has to itself, whatever its layers."""
+        """Host seconds that each stage of a pipeline has to itself, for any number of layers."""
         return self.overhead_s
 
     def slow_down(self, factor: float) -> None:

@@ -53,7 +53,7 @@ KV_DTYPE: Mapping[int, str] = {16: "bfloat16", 8: "fp8"}
 MODULE = ("qkv_a", "q_b", "kv_b", "o")
 """The products inside a module of latent attention."""
 COMMON_HEAD_DIMS = (64, 128)
-"""Those of a GPU's first tables; others are beside them."""
+"""The operators of a GPU's first tables; others are beside them."""
 STAND_IN = "int4_wo"  # another backend's kernel
 
 

@@ -94,7 +94,7 @@ def served(problem: Problem, part: int, island: Island, share: float = 1.0) -> S
 
 
 def _alone(problem: Problem, island: Island, ids: Sequence[str]) -> tuple[Scenario, Placed]:
-    """A cluster of the island's GPUs and engines, each a model of its own; the requests are still those of all."""
+    """A cluster of the island's GPUs and engines, each a model of its own; the requests are still all models'."""
     base = problem.scenario
     models = tuple(
         replace(served, id=id, rate_per_s=served.rate_per_s * problem.share(each))

@@ -50,7 +50,7 @@ def like(path: Path) -> Like:
 
 
 def wanted(models: Sequence[str] | None, file: Path | None) -> tuple[tuple[ModelWish, ...], Like | None]:
-    """The models that are named (``model_wish``), or those of a file, with what else is taken from it. Raises ValueError where
+    """The models that are named (``model_wish``), or a file's models, with what else is taken from it. Raises ValueError where
     both are given or none is."""
     if (file is None) == (not models):
         raise ValueError("--model: name each model, or take those of an experiment by --like FILE; one of the two")

@@ -1,4 +1,4 @@
-"""Shares of the requests that a plan is to keep on time: of all of them, of those of each model, or both."""
+"""Shares of the requests that a plan is to keep on time: of all of them, of each model's, or both."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ METRIC = "slo_attainment"
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The share of ``all`` requests, and of those of ``each`` model, each counted by its weight; 0 asks for nothing."""
+    """The share of ``all`` requests, and of ``each`` model's requests, each counted by its weight; 0 asks for nothing."""
 
     all: float = 0.0
     each: float = 0.0

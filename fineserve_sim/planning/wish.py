@@ -127,7 +127,7 @@ class Wish:
 
     @property
     def seats(self) -> list[tuple[str, int]]:
-        """Each GPU by its kind and its number among those of its kind."""
+        """Each GPU by its kind and its number within its kind."""
         return [(name_of(kind), number) for kind, count in self.kinds for number in range(count)]
 
     def on(self, gpus: Numbers, gpu: Kind | None = None) -> Wish:
@@ -181,7 +181,7 @@ def _numbers(old: Wish, new: Wish) -> dict[int, int]:
 
 
 def moved(layout: Layout, old: Wish, new: Wish) -> Layout:
-    """A layout for the GPUs of one wish on those of another. Instances whose GPUs are not there are left out."""
+    """A layout for the GPUs of one wish, moved to another's GPUs. Instances whose GPUs are not there are left out."""
     number = _numbers(old, new)
     return tuple(
         home._replace(

@@ -28,7 +28,7 @@ Percent = Annotated[int, Field(strict=True, ge=1, le=100)]
 
 
 class Sharing(BaseModel):
-    """A way of sharing. Under MPS, ``percent`` caps the SMs by model id; under MIG, ``profile`` is that of each slice."""
+    """A way of sharing. Under MPS, ``percent`` caps the SMs by model id; under MIG, each slice has the ``profile``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -223,8 +223,8 @@ class DisaggregatedSpec(Spec):
     """Prefill and decode on different instances, so many of one to so many of the other.
 
     Dispatch chooses among the instances that prefill. A prefilled request goes to the one of the others with the most free KV
-    memory. Its KV takes its link, and ``setup_s``. The prefill yields the ``first_token``, as in DistServe. Or whoever decodes
-    computes the last token of the prompt again, which yields it, as with vLLM's connectors.
+    memory. Its KV takes its link, and ``setup_s``. The prefill yields the ``first_token``, as in DistServe. Or the decoding
+    instance computes the last token of the prompt again, which yields it, as with vLLM's connectors.
     """
 
     policy: Literal["disaggregated"] = "disaggregated"

@@ -155,7 +155,7 @@ def load_file(
     *,
     serving: bool = True,
 ) -> RuntimeFile:
-    """``overrides`` are those of ``--set``; ``changes`` are keys that other options replace, each with what to call it. Without
+    """``overrides`` come from ``--set``; ``changes`` are keys that other options replace, each with what to call it. Without
     ``serving`` models need no tokenizer: requests come as tokens.
 
     Raises ConfigError for the first mistake.

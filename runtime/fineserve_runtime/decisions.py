@@ -23,7 +23,7 @@ class LogError(ValueError):
 
 class Decisions:
     """Writes the events and commands of the core to ``log``. When that fails, ``on_failure`` hears why, and writing ends.
-    None: nobody listens."""
+    None: no listener."""
 
     def __init__(self, log: Log | None, on_failure: Callable[[Exception], None]) -> None:
         self._log = log

@@ -1,6 +1,6 @@
 """What engine processes and libraries print: into the log, through a pipe that is always read.
 
-They write to file descriptor 2 themselves. Were that the pipe of somebody who does not read, an engine that starts (vLLM
+They write to file descriptor 2 themselves. Were that a pipe without a reader, an engine that starts (vLLM
 shows its progress) would wait in its first full write for ever.
 """
 

@@ -197,7 +197,7 @@ class _Play:
                 return
 
     def _sample(self, now_s: float) -> None:
-        """Engines are those of the placement: an engine that was evicted and came back is the same one here."""
+        """Engines are counted by the placement: an engine that was evicted and came back is the same one here."""
         self._sample_s.append(now_s)
         devices = self._running.devices
         handles = {
@@ -219,7 +219,7 @@ class _Play:
         rows["gpu_free_bytes"].append([ledger.free_bytes for ledger in ledgers])
 
     def _waiting(self, states: list[tuple[Stay, EngineState | None]]) -> list[int]:
-        """Requests of each model that no engine has begun to prefill; those of a model with replicas stand at its first."""
+        """Requests of each model that no engine has begun to prefill; requests of a model with replicas stand at its first."""
         waiting = {stay.model: self._driver.untouched(stay.model) for stay, _ in states}
         for stay, state in states:
             waiting[stay.model] -= state.running - state.decoding if state else 0

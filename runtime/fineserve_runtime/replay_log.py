@@ -1,4 +1,4 @@
-"""Feed the events of a decision log through a new core and compare its commands with those of the log.
+"""Feed the events of a decision log through a new core and compare its commands with the log's.
 
 ``python -m fineserve_runtime.replay_log FILE`` needs neither vllm nor torch. Exit code 0: every command is the same, event
 for event; 1: the first difference is printed.

@@ -1,8 +1,8 @@
 """How long steps of a file's engines take where they will run: in the loop of their host, under their driver, over the slab.
 
-Scenes are played on engines that serve nobody else: some sequences of one model decode, prompts of several lengths join them,
-and another model's sequences decode as well. A step's time is its period: from the report of the step before it, whoever's
-that was, to its own. So the host's time between steps (driver, core, tokens to clients) is part of it. What a turn of another
+Scenes are played on engines that serve nothing else: some sequences of one model decode, prompts of several lengths join them,
+and another model's sequences decode as well. A step's time is its period: from the report of the step before it, of any
+engine, to its own. So the host's time between steps (driver, core, tokens to clients) is part of it. What a turn of another
 engine costs is the difference between rows that are ``in_turn`` and those that are not. It is processor time of the thread
 that steps the engines, which other work on the machine disturbs as little as can be.
 
@@ -63,7 +63,7 @@ _TOKEN_IDS = range(10, 250)
 class Row(NamedTuple):
     """Steps of a kind. ``context``: cached tokens of each decode, in the mean. ``in_turn``: they came after another engine's.
     ``latency_s``: the mean of ``repeats`` periods, since what waits for steps waits for their sum. ``spread``: their
-    interquartile range over it. ``stages`` of a pipeline: the seconds are those of all of them."""
+    interquartile range over it. ``stages`` of a pipeline: the seconds of all of them count."""
 
     model: str
     dtype: str
@@ -288,8 +288,8 @@ def _nth(count: int, wanted: Callable[[StepReport], bool]) -> Callable[[StepRepo
 
 
 def _rows(steps: Sequence[Noted], scene: Scene, served: Mapping[int, ServedModel]) -> Iterator[Row]:
-    """Of a scene's steps: those of all its decodes, settled, or with a whole prompt. Prompts count alone: what comes is
-    taken in before the next step, so its cost falls on whoever has it."""
+    """The rows of a scene's steps: of all its decodes, settled, or with a whole prompt. Prompts count alone: what comes is
+    taken in before the next step, so its cost falls on that step."""
     kinds: dict[tuple[int, int, bool], list[Period]] = defaultdict(list)
     for period in periods(steps):
         report = period.report

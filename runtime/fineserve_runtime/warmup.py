@@ -47,13 +47,13 @@ class _Steps:
 
 
 def measure(host: EngineHost, relay: Relay) -> dict[str, tuple[MeasuredStep, ...]]:
-    """Rows by model name; each engine is measured alone. Those of an instance count, not those of the pipeline beside it."""
+    """Rows by model name; each engine is measured alone. Steps of an instance count, steps of the pipeline beside it not."""
     engines = sorted(host.engines.values(), key=lambda handle: not handle.config.borrows)
     return {handle.config.name: measure_engine(handle, relay) for handle in engines}
 
 
 def measure_engine(handle: EngineHandle, relay: Relay) -> tuple[MeasuredStep, ...]:
-    """Rows of an engine that nobody else uses yet. The first round is not kept: caches and kernels are cold. Raises
+    """Rows of an engine that serves nothing yet. The first round is not kept: caches and kernels are cold. Raises
     RuntimeError when the engine dies of it."""
     ids = itertools.count(10**9)  # far from those of requests
     rows: list[MeasuredStep] = []

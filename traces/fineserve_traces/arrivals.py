@@ -97,7 +97,7 @@ def piecewise(rng: Generator, segments: Sequence[tuple[float, float]]) -> FloatA
 
 
 def segment_by_segment(rng: Generator, segments: Sequence[tuple[float, float]]) -> Iterator[FloatArray]:
-    """The arrivals of `piecewise`, those of a segment at a time."""
+    """The arrivals of `piecewise`, a segment at a time."""
     start_s = 0.0
     for duration_s, rate_per_s in segments:
         _check_positive(duration_s=duration_s)

@@ -32,7 +32,7 @@ _UTF8_BOM = b"\xef\xbb\xbf"
 
 
 def read_text(path: Path) -> bytes:
-    """The whole file as UTF-8 bytes, unpacked when it is gzip (told by its first bytes, whatever its name).
+    """The whole file as UTF-8 bytes, unpacked when it is gzip (told by its first bytes, not by its name).
 
     Raises TraceError when the file is missing, empty, cut short or not UTF-8.
     """
@@ -49,7 +49,7 @@ def read_text(path: Path) -> bytes:
 
 def read_blocks(path: Path, size: int, *, cells: bool) -> Iterator[bytes]:
     """The text of a file in blocks of whole lines, of about so many bytes each. With ``cells``, as CSV has them, a quoted one
-    may go over lines. Errors as `read_text`, those of a block when it comes."""
+    may go over lines. Errors as `read_text`, each when its block comes."""
     lines, rest, found = 0, b"", False
     with _readable(path), _opened(path) as file:
         while data := file.read(size):

@@ -10,7 +10,7 @@ have them under other names, inside nested objects, and with times in another un
 3. *Units*: arrivals become seconds since the first one. The end of a column's name tells its unit (``_ms``). Numbers that
    can only be times since 1970 tell it themselves. Texts are ISO 8601. All other numbers are seconds unless the caller says.
 
-Files without arrivals get those of a Poisson process, where the caller gives its rate.
+Files without arrivals get a Poisson process, where the caller gives its rate.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ ROLES: dict[str, tuple[str, ...]] = {
     ),
     "model": ("model", "model_name", "model_id", "deployment", "engine"),
 }
-"""Names of the column of each role, the surest first. They are those of this project, of the OpenAI, Anthropic and Gemini APIs'
-usage fields, and of AIPerf, guidellm, Azure's traces, Mooncake, vLLM and SGLang's benchmarks."""
+"""Names of the column of each role, the surest first. They come from this project, the OpenAI, Anthropic and Gemini APIs'
+usage fields, AIPerf, guidellm, Azure's traces, Mooncake, vLLM and SGLang's benchmarks."""
 
 UNITS_S = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 """Seconds of each unit of time."""
@@ -81,10 +81,10 @@ def take_in(
     rate_per_s: float | None = None,
     seed: int = 0,
 ) -> Trace:
-    """The requests of a file that somebody else wrote, in the order of arrival, without those that have no tokens.
+    """The requests of a foreign file in the order of arrival, without requests that have no tokens.
 
     ``columns``: by role (``arrival``, ``prompt``, ``output``, ``model``) the name of its column, where it is not told by the
-    name. ``unit`` of arrivals: one of `UNITS_S`. ``rate_per_s`` draws arrivals, with ``seed``, in place of those of the file.
+    name. ``unit`` of arrivals: one of `UNITS_S`. ``rate_per_s`` draws arrivals, with ``seed``, in place of the file's.
     Raises TraceError when the file cannot be read as a table, a column is missing, or a cell is no number.
     """
     path, columns = Path(path), columns or {}

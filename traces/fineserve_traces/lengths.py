@@ -275,8 +275,7 @@ def read_dataset(name: str, data_dir: Path) -> LengthPairs:
 
 
 def generate(arrival_s: FloatArray, lengths: LengthSource, rng: Generator, model: str = "default") -> Trace:
-    """A trace of one ``model`` with these arrivals and lengths drawn from ``lengths``; its source is that of the
-    lengths."""
+    """A trace of one ``model`` with these arrivals and lengths drawn from ``lengths``; its source is the lengths' source."""
     prompt_tokens, output_tokens = lengths.sample(rng, len(arrival_s))
     return Trace(
         arrival_s=arrival_s,

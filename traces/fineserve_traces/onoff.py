@@ -46,7 +46,7 @@ class OnOff:
         return np.concatenate([np.empty(0), *self.pieces(rng, duration_s, scale)])
 
     def pieces(self, rng: Generator, duration_s: float, scale: float = 1.0) -> Iterator[FloatArray]:
-        """As ``arrivals``, those of some times on at a time: of as many as have ``PIECE`` requests, or of one."""
+        """As ``arrivals``, for some times on at a time: of as many as have ``PIECE`` requests, or of one."""
         on = self._on_periods(rng, duration_s)
         length = on[:, 1] - on[:, 0]
         counts = rng.poisson(length * self.rate_per_s / self.duty * scale)

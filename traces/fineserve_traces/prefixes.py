@@ -56,6 +56,6 @@ def conversations(
 
 
 def _hashes(session: int, count: int, shared: int, longest: int) -> tuple[int, ...]:
-    """Ids of the first ``count`` blocks of a session: those of the shared prefix, then its own."""
+    """Ids of the first ``count`` blocks of a session: the shared prefix's, then its own."""
     own = shared + session * longest
     return (*range(min(shared, count)), *range(own, own + max(0, count - shared)))

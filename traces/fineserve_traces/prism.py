@@ -13,8 +13,8 @@ for each kind of trace, and stand below with what they follow from. The duty cyc
 fixed order that mixes popular and rare models. C4, the diversity of SLOs, is no property of the arrivals.
 
 Prompts and outputs of the Arena workload come from a sketch of the public Arena trace, 1,500 requests to 27 models
-(``data/arena_27models.json``, made by ``traces/build_arena_sketch.py``). Those of the provider come from ShareGPT's first
-turns, since nothing is known of them.
+(``data/arena_27models.json``, made by ``traces/build_arena_sketch.py``). The provider's come from ShareGPT's first turns,
+since nothing is known of them.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def tail_shares(models: int, tail_models: float = TAIL_MODELS, tail_requests: fl
 
 def processes(kind: Kind, models: int) -> list[OnOff]:
     """The arrival process of each model, the most popular first. Duty cycles follow the golden-ratio sequence, which covers
-    its range evenly whatever the number of models."""
+    its range evenly for any number of models."""
     least, largest = kind.duties
     duties = [least + (largest - least) * ((rank + 1) * _GOLDEN % 1.0) for rank in range(models)]
     rates = tail_shares(models) * models * kind.per_hour / 3600

@@ -60,7 +60,7 @@ class Client:
         return np.concatenate([np.empty(0), *self.pieces(rng, duration_s, scale)])
 
     def pieces(self, rng: Generator, duration_s: float, scale: float = 1.0) -> Iterator[FloatArray]:
-        """As ``arrivals``, those of an hour at a time."""
+        """As ``arrivals``, an hour at a time."""
         length_s = duration_s / len(self.hours)
         for index, hour in enumerate(self.hours):
             if hour.rate_per_s > 0:

@@ -1,4 +1,4 @@
-"""A trace file whose requests are read while somebody takes them: those of `read_trace`, to the last bit, and its errors.
+"""A trace file whose requests are read on demand: the requests of `read_trace`, to the last bit, and its errors.
 
 A file is cut into blocks of whole lines. A block goes to the reader of its format behind the header and the first row of the
 file, from which recorded formats count time. So one set of readers does for both, and what is held is a block. A result of
@@ -56,7 +56,7 @@ class TraceFile:
 
 
 def open_trace(path: str | Path, format: str | None = None, *, model: str = "default") -> TraceFile:
-    """Read a trace file through, without keeping its rows; arguments and errors as those of a strict `read_trace`."""
+    """Read a trace file through, without keeping its rows; arguments and errors as of a strict `read_trace`."""
     path = Path(path)
     if format is None:
         format = detect_format(_start(read_blocks(path, BLOCK_BYTES, cells=False)), path)
@@ -106,7 +106,7 @@ class _Found:
 
 
 def _requests_of(rows: Rows, models: tuple[str, ...], source: str, seen: int) -> Trace | None:
-    """Those of the rows that are requests, if any; so many came before."""
+    """The rows that are requests, if any; so many came before."""
     keep = rows.requests()
     if not len(keep):
         return None

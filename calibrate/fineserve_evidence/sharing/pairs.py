@@ -61,7 +61,7 @@ def _compared(row: dict[Any, Any]) -> Compared:
 
 
 def _measured(row: dict[Any, Any]) -> float | None:
-    """The slowdown of one engine. An aggregate is that of all; its "solo" may be capped engines, or two GPUs."""
+    """The slowdown of one engine. An aggregate covers all engines; its "solo" may be capped engines, or two GPUs."""
     alone, shared, metric = row["solo"], row["shared"], str(row["metric"])
     if pd.isna(alone) or "cap" in str(row["mode"]):
         return None

@@ -84,7 +84,7 @@ class EngineRun:
 
     With ``shared_kv``, the engines of a GPU draw on one memory of all their bytes. ``sharing`` is the law of their pace, and
     ``sm_share`` the part of the SMs that each may take. With ``prefixes``, one a request, engines have pools of their own that
-    cache them. A ``front_end`` stands before one engine in a closed loop; times are then those of the clients.
+    cache them. A ``front_end`` stands before one engine in a closed loop; times are then the clients'.
     """
 
     def __init__(

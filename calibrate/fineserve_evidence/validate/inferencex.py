@@ -1,6 +1,6 @@
 """A sweep of closed loops on one server, with the server's own metrics: gpt-oss-120b on one H200 under vLLM 0.22.
 
-The server's flags and the load are those of the set's ``exp_lib.sh``: 8,192 batch tokens, 256 slots, no prefix cache, MXFP4 by
+The server's flags and the load come from the set's ``exp_lib.sh``: 8,192 batch tokens, 256 slots, no prefix cache, MXFP4 by
 Marlin. Prompts are uniform between 0.8 and 1.0 times 8,000 tokens, outputs of 1,000; each client sends ten requests.
 """
 

@@ -39,13 +39,12 @@ def experiment_for_trace(
     """The comparison of ``systems`` on the requests of a trace file, one seed: a recorded trace has no randomness (but a deal
     of its requests to the models has).
 
-    ``models`` are mappings as under ``models`` in a file (id, model, precision, tp). Their ids are those of the trace,
-    or they all have a ``share``, by which the requests are dealt out whatever the trace calls them. Without
-    ``ttft_slo_s`` the SLO of a model is ``slo_scale`` times the P95 of its isolated TTFT. Limits of TPOT and from arrival to
-    the last token are in seconds, and there where they are given. ``anchors``: beside the systems stand the clairvoyant bound,
-    and dedicated GPUs, as many as the models need. ``sharing``: of every GPU, whatever the systems say, in the words of a
-    file. ``overrides``: dotted keys with YAML values, as of a file. ``margin``: steps take so many times as long as predicted.
-    Raises ConfigError.
+    ``models`` are mappings as under ``models`` in a file (id, model, precision, tp). Their ids are the trace's, or they all
+    have a ``share``, by which the requests are dealt out under any names in the trace. Without ``ttft_slo_s`` the SLO of a
+    model is ``slo_scale`` times the P95 of its isolated TTFT. Limits of TPOT and from arrival to the last token are in
+    seconds, and there where they are given. ``anchors``: beside the systems stand the clairvoyant bound, and dedicated GPUs,
+    as many as the models need. ``sharing``: of every GPU, before the systems' own, in the words of a file. ``overrides``:
+    dotted keys with YAML values, as of a file. ``margin``: steps take so many times as long as predicted. Raises ConfigError.
     """
     by_share = any("share" in model for model in models)
     workload = {"trace": str(trace.resolve()), "requests": requests, "warmup_requests": warmup_requests}

@@ -46,7 +46,7 @@ def least_degree(setup: Setup, model: ResolvedModel) -> int:
 
 
 def pinned_degree(setup: Setup, model: ResolvedModel, groups: Sequence[Sequence[int]]) -> int:
-    """How many GPUs each of the ``groups`` must have that a model is pinned to: an open degree is that of the first one."""
+    """How many GPUs each of the ``groups`` must have that a model is pinned to: an open degree is the first one's."""
     open_degree = len(groups[0]) if groups and model.entry.tp == AUTO else 0
     return open_degree if open_degree in groups_by_degree(setup, model) else least_degree(setup, model)
 

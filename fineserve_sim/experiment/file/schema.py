@@ -102,7 +102,7 @@ SharingItem = Annotated[
 
 class Cluster(Strict):
     """``count`` GPUs of one kind: a catalog name, or the fields of a GPU of the user's own. ``network_bytes_per_s``:
-    what each GPU sends to other nodes. ``sharing``: of every GPU, or of each one, whatever the systems say; see
+    what each GPU sends to other nodes. ``sharing``: of every GPU, or of each one, before the systems' own; see
     ``fineserve_sim.systems.sharing`` for its words. ``usd_per_gpu_hour``: its price; the catalog's list price if not given."""
 
     gpu: str | dict[str, Any]
@@ -115,7 +115,7 @@ class Cluster(Strict):
 
 class Node(Strict):
     """``count`` GPUs of one kind, in nodes of their own. ``mig``: the profiles of the slices into which each is divided.
-    ``sharing``: of each, whatever the systems say."""
+    ``sharing``: of each, before the systems' own."""
 
     gpu: str | dict[str, Any]
     count: Annotated[int, Field(strict=True, ge=1, le=MAX_GPUS)] = 1
@@ -272,7 +272,7 @@ class Replay(Strict):
 
 
 class ManyModels(Strict):
-    """Every model on and off by itself for ``duration_s``. The pattern is that of Prism's traces, like a provider's or like
+    """Every model on and off by itself for ``duration_s``. The pattern follows Prism's traces, like a provider's or like
     Chatbot Arena's (``fineserve_traces.prism``), or of a client of ServeGen, whose day passes in it
     (``fineserve_traces.servegen``). The first model of the file is the most popular. ``scale`` and a rate scale multiply
     requests and leave the times on and off."""

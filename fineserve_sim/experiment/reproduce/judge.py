@@ -35,8 +35,8 @@ class Quantity:
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Our side of a claim: its numbers in the order of the target's, and from what they follow. ``verdict``: that of who looked
-    at it elsewhere, or that it is not decidable here; otherwise ``judge`` finds it from the numbers."""
+    """Our side of a claim: its numbers in the order of the target's, and from what they follow. ``verdict``: found elsewhere,
+    or that it is not decidable here; otherwise ``judge`` finds it from the numbers."""
 
     quantities: tuple[Quantity, ...] = ()
     detail: str = ""

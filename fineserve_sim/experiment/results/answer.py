@@ -1,6 +1,6 @@
 """The answer: which system on how many GPUs keeps the targets, at what cost, with what margin, and at which load it breaks.
 
-Cells are compared at one place, their axes but those of the cluster, so that the number of GPUs is part of the answer. This
+Cells are compared at one place, their axes without the cluster's, so that the number of GPUs is part of the answer. This
 place is the one that the file names, or else the one at which the systems part: where the best and the worst are furthest
 from each other. There the cheapest
 cell that keeps all targets is chosen; where none does, the one that comes closest on the GPUs of the file. A bound
@@ -30,8 +30,8 @@ def answer_of(
     targets: Targets = DEFAULT_TARGETS,
     at: Mapping[str, Any] | None = None,
 ) -> dict[str, Any] | None:
-    """The answer of cells as summary.json lists them, or None where there is nothing to choose. ``gpus``: those of the file;
-    ``bounds``: systems that nobody can run; ``at``: values of axes where the answer is read."""
+    """The answer of cells as summary.json lists them, or None where there is nothing to choose. ``gpus`` of the file;
+    ``bounds``: systems that cannot run; ``at``: values of axes where the answer is read."""
     targets = {metric: share for metric, share in targets.items() if any(metric in cell["metrics"] for cell in cells)}
     at = at or {}
     runnable = [cell for cell in cells if cell["system"] not in bounds]

@@ -102,7 +102,7 @@ class SystemStyles:
 
 
 def look_at(place: int) -> dict[str, Any]:
-    """Colour, marker and dashes of the line at ``place`` where series are no systems; as distinct as those of systems."""
+    """Colour, marker and dashes of the line at ``place`` where series are no systems; as distinct as systems' lines."""
     return {
         "color": COLOURS[place % len(COLOURS)],
         "marker": _MARKERS[place % len(_MARKERS)],

@@ -27,7 +27,7 @@ NEVER = "never"
 
 class PlainTable:
     """Columns of numbers, but for those in ``left``. Where the screen is too narrow for all, columns go until the rest fits,
-    those of ``ranks`` from the highest down: a number is whole or not there."""
+    by ``ranks`` from the highest down: a number is whole or not there."""
 
     def __init__(self, *headers: str, left: Sequence[int] = (0,), ranks: Mapping[int, int] | None = None) -> None:
         self._headers, self._left = headers, left

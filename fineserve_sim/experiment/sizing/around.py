@@ -98,7 +98,7 @@ def _gpus(
     bounds: Mapping[str, Feasibility],
 ) -> dict[str, Any]:
     """The fewest GPUs that keep the targets: for the chosen system where it keeps them, up to its own. Else for any system
-    that may reach them, the one that comes closest first, up to ``MOST_GPUS`` or twice those of the chosen cell."""
+    that may reach them, the one that comes closest first, up to ``MOST_GPUS`` or twice the GPUs of the chosen cell."""
     choice = answer["choice"]
     own = (choice["system"], choice["title"])
     least, most = (1, choice["gpus"]) if choice["holds"] else (choice["gpus"] + 1, _most(choice))

@@ -140,7 +140,7 @@ class Feasibility:
 
     @property
     def bounds(self) -> dict[str, float]:
-        """The share of all requests, or of those of the worst model, that can be within the limit of each target at most."""
+        """The share of all requests, or of the worst model's, that can be within the limit of each target at most."""
         return {metric: self._bound(metric) for metric in self.targets}
 
     def _bound(self, metric: str) -> float:
@@ -163,7 +163,7 @@ class Feasibility:
     @property
     def remedies(self) -> list[tuple[Change, ...]]:
         """What may be changed: the first way out of every model that cannot keep the targets, then the second where it has two.
-        Where all can, those of the slow model."""
+        Where all can, the slow model's remedies."""
         models = self.worst or self.models
         ways = [model.would for model in models if model.would]
         found = zip_longest(*ways) if ways else ()

@@ -24,7 +24,7 @@ Found = Sequence[tuple[Answer, Prober]]
 
 
 class Kind(NamedTuple):
-    """A kind of GPU, and dollars an hour of one (None: nobody knows)."""
+    """A kind of GPU, and dollars an hour of one (None: not known)."""
 
     gpu: str
     usd_per_gpu_hour: float | None

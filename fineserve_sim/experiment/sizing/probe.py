@@ -303,7 +303,7 @@ def alike(experiment: Experiment) -> bool:
 
 
 def _sure_of(runs: Sequence[Measures], seeds: int, goal: Goal, *, alike: bool) -> bool | None:
-    """Whether the goal will hold over all seeds, of which these are the first; None while nobody knows."""
+    """Whether the goal will hold over all seeds, of which these are the first; None while that is not known."""
     if goal.metric.startswith(EACH):
         return _sure_of_each(runs, seeds, Goal(overall(goal.metric), goal.share))
     requests = sum(run.counts["arrived"] for run in runs)

@@ -164,7 +164,7 @@ def start_of(prober: Prober, axis: Axis) -> float:
 
 
 def runnable(experiment: Experiment) -> list[str]:
-    """The systems of the file but for bounds, which nobody can run. Raises SizingError where there are bounds alone."""
+    """The systems of the file without bounds, which cannot run. Raises SizingError where there are bounds alone."""
     names = [item if isinstance(item, str) else item.name for item in experiment.file.systems]
     systems = experiment.setup.systems
     found = [name for name in names if not isinstance(systems[name].scheduler, ClairvoyantSpec)]

@@ -2,8 +2,8 @@
 
 Beside the interval of sampling stands the error of the model itself. The catalog has it as bands by the class of what is
 predicted (``catalog/model_errors``). The time per token tells how far off step times are. The time to the first token holds
-queues, which follow from step times in the simulation, too. So the band of the time per token is that of the steps, and the
-cluster is simulated with its two ends in place of the prediction.
+queues, which follow from step times in the simulation, too. So the band of the time per token equals the band of the steps,
+and the cluster is simulated with its two ends in place of the prediction.
 """
 
 from __future__ import annotations

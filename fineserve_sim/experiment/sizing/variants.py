@@ -15,15 +15,15 @@ from fineserve_sim.experiment.sizing.search import Answer, Axis, runnable, size
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A type of GPU (None: the file's), a TP degree for every model (None: the file's), dollars a GPU-hour (None: those of the
-    file, or of the catalog)."""
+    """A type of GPU (None: the file's), a TP degree for every model (None: the file's), dollars a GPU-hour (None: the file's,
+    or the catalog's)."""
 
     gpu: str | None = None
     tp: int | None = None
     usd_per_gpu_hour: float | None = None
 
     def of(self, prober: Prober) -> Prober:
-        """The prober of this cluster. A file's own price is that of its own GPU alone."""
+        """The prober of this cluster. A file's own price holds for its own GPU alone."""
         file = prober.file()
         overrides = [*prober.overrides]
         if self.gpu is not None and isinstance(file.file.cluster, MixedCluster):

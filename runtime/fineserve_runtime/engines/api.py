@@ -219,10 +219,10 @@ class StepReport(NamedTuple):
 class EngineStats(NamedTuple):
     """The memory and counters of one rank, on its device.
 
-    Bytes of the region: those that the engine leases, those of blocks in use, those in its partly used slabs, those of idle
-    cached prefixes (evictable), and those of weights. Counters are since the start. ``prefix_queries`` are prompt tokens that
-    were looked up in the cache, ``prefix_hits`` those that were there. Where memory is mapped page by page: ``spare_bytes`` of
-    pages that are mapped ahead and free, how many were mapped and unmapped, and the seconds that all of it took."""
+    Bytes of the region: leased by the engine, in used blocks, stranded in its partly used slabs, of idle cached prefixes
+    (evictable), and of weights. Counters are since the start. ``prefix_queries`` are prompt tokens that were looked up in the
+    cache, ``prefix_hits`` those that were there. Where memory is mapped page by page: ``spare_bytes`` of pages that are mapped
+    ahead and free, how many were mapped and unmapped, and the seconds that all of it took."""
 
     leased_bytes: int
     used_bytes: int

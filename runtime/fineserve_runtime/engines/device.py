@@ -43,8 +43,8 @@ class EngineFacts(NamedTuple):
 
 
 class DeviceFacts(NamedTuple):
-    """What never changes of a device. ``engines``: those of the start; ``table_path``: the owner table, where anybody on its
-    machine can watch the region."""
+    """What never changes of a device. ``engines`` of the start; ``table_path``: the owner table, by which its machine can
+    watch the region."""
 
     engines: tuple[EngineFacts, ...]
     slab_plan: SlabPlan
@@ -112,7 +112,7 @@ class Device(Protocol):
 OpenDevice = Callable[[HostConfig, Receive], Device]
 
 SPARE_ENGINES = 16
-"""So many engines may be there at a time beside those of the start."""
+"""So many engines may be there at a time beside the engines of the start."""
 
 
 class _Engine(NamedTuple):

@@ -15,7 +15,7 @@ from fineserve_runtime.engines.loop import Abort, Call, EngineCommand, Method, R
 from fineserve_sim.policy.interfaces import EngineState
 
 CALL_S = 120.0
-"""Weights of a large model take seconds to move; who does not answer for so long will not."""
+"""Weights of a large model take seconds to move; an engine that does not answer for so long will not."""
 
 
 class Handle:
@@ -164,8 +164,8 @@ class Handle:
             self._note(message.report.state, message.seen)
 
     def on_told(self, report: StepReport) -> None:
-        """The listener has heard of this step. What ended in it is left until then: who drains waits for all that is said,
-        and where the listener fails, those requests are lost like the others. One that was sent again since is not ended."""
+        """The listener has heard of this step. Requests that ended in it are left until then: a drain waits for all that is
+        said, and where the listener fails, they are lost like the others. One that was sent again since is not ended."""
         with self._changed:
             sent_again = {submission.request_id for submission in self._pending.values()}
             finished = {chunk.request_id for chunk in report.chunks if chunk.finish_reason} - sent_again

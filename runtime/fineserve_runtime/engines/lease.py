@@ -10,7 +10,7 @@ LANDLORD, has blocks of one slab and holds every slab that the engine does not l
     lease:   the table grants slabs; the manager's landlord frees them       -> the engine can allocate there
     return:  the landlord takes the slabs that drained; the table frees them -> others can lease them
 
-Block ids, the choice of a slab and the ledger are those of the core: id = first block of the slab + place in it. Against one
+Block ids, the choice of a slab and the ledger belong to the core: id = first block of the slab + place in it. Against one
 manager for all, engines of equal block size do not share partly used slabs. In return a slab holds bytes of one model at a
 time, so stale bytes are a matter of slabs (``take_stale``).
 

@@ -68,7 +68,7 @@ def _kv_dtype(config: Mapping[str, Any], engine: EngineConfig) -> str:
 
 
 def eos_token_ids(folder: Path, config: Mapping[str, Any]) -> tuple[int, ...]:
-    """End-of-sequence tokens: those of generation_config.json, else of config.json."""
+    """End-of-sequence tokens, from generation_config.json, else from config.json."""
     path = folder / "generation_config.json"
     generation = json.loads(path.read_text()) if path.exists() else {}
     found = generation.get("eos_token_id", config.get("eos_token_id"))

@@ -3,17 +3,17 @@
 An engine reserves address space for all the KV it could ever hold. Its *pages* lie there one behind the other. Page ``id`` is
 behind the table's slabs as soon as it is *mapped*: ``tensors`` slabs of the region, K and V of each layer, which need not be
 neighbours. vLLM's layout keeps all layers of a block together, so the tensors' parts of a page do not lie apart as in kvcached;
-bytes and calls are the same. Page 0 has memory of its own, for the engine's null block. What is not mapped cannot be read:
-whoever tries is killed.
+bytes and calls are the same. Page 0 has memory of its own, for the engine's null block. Memory that is not mapped cannot be
+read: a process that tries is killed.
 
 A row of vTensor's chunks is such a page, with one block. Its kernels see the rows of a request side by side; vLLM's take a
 table of blocks, so rows lie anywhere. `trim_s` has no meaning here: the region's bytes are there whether chunks use them or
 not.
 
 Each call maps one slab (mmap of the region's file), or, where ``Paging.batched``, as many as are neighbours in the region.
-With ``Paging.ahead``, a thread makes the calls: the engine waits only for a page that it takes before it is mapped. Bounds
-of the buffer and the order in which it is used are those of the core's `KvCachedManager`. One thing differs. There, a page
-that one engine buffers is another one's at once; here its engine gives it up between two of its steps.
+With ``Paging.ahead``, a thread makes the calls: the engine waits only for a page that it takes before it is mapped. Bounds of
+the buffer and the order of its use follow the core's `KvCachedManager`. One thing differs. There, a page that one engine
+buffers is another one's at once; here its engine gives it up between two of its steps.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _NOBODYS = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
 
 class AddressSpace:
     """Address space for ``pages`` of ``tensors`` slabs each over the region's file at ``path``; ``array`` is all of it, int8.
-    Raises RegionError when it is not to be had. It is given back when nobody uses it or a view of it any more."""
+    Raises RegionError when it is not to be had. It is given back when nothing uses it or a view of it any more."""
 
     def __init__(self, path: Path, slab_bytes: int, tensors: int, pages: int) -> None:
         self.slab_bytes = slab_bytes

@@ -200,7 +200,7 @@ class ActorLink:
             self.kill()  # who takes no commands is of no use, if it lives
 
     def _read(self) -> None:
-        """Whatever ends this thread, the loss is told: nobody hears of the actor any more. One that Ray lost sight of counts as
+        """The end of this thread is told as the actor's loss, since no more news can come. One that Ray lost sight of counts as
         dead: what its engines said meanwhile is lost."""
         reason = self._hear()
         if not self._closing:
@@ -304,7 +304,7 @@ class RayDevice:
     # --- inside ------------------------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Figures of a device whose engines have not started are those of one whose engines are gone, too."""
+        """Figures of a device whose engines have not started look as if its engines were gone."""
         end_s = time.monotonic() + CALL_S
         while not self._try_open(end_s):
             self._quits.wait(AGAIN_S)

@@ -75,7 +75,7 @@ class CpuRegion:
 
     @classmethod
     def create(cls, path: Path, size_bytes: int) -> CpuRegion:
-        """Zeros, in place of whatever lay there. Pages are taken from memory when first written."""
+        """A region of zeros, in place of any former one. Pages are taken from memory when first written."""
         with private_file(path) as file:
             file.truncate(size_bytes)
         return cls(path)
@@ -99,7 +99,7 @@ class CpuRegion:
 
 
 def holder(paths: RegionPaths) -> int | None:
-    """The process id of the server that holds the region; None when nobody does, and its files are what a crash left."""
+    """The process id of the server that holds the region. None: no server does, and a crash left its files."""
     try:
         file = os.open(paths.lock, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

@@ -1,10 +1,10 @@
 """The owner table: which engine leases which slab of a device's region, in shared memory beside the region.
 
-One byte a slab says who owns it, which is all that engines in several processes must agree on; what happens inside a slab is
-its owner's own business (lease.py). An engine that takes slabs holds the table's lock, so check-then-take is atomic. Giving
-back needs no lock: only the owner writes a byte that is not FREE, and a byte is written at once.
+One byte a slab names its owner, which is all that engines in several processes must agree on. The inside of a slab is its
+owner's own business (lease.py). An engine that takes slabs holds the table's lock, so check-then-take is atomic. Giving back
+needs no lock: only the owner writes a byte that is not FREE, and a byte is written at once.
 
-A second byte remembers who wrote into the slab last, so that the next owner knows whether the bytes mean anything to it.
+A second byte remembers the last writer of the slab, so that the next owner knows whether the bytes mean anything to it.
 
 The kernel drops the lock of a process that dies, and a half-done take leaves nothing but slabs owned by the dead, which
 `reclaim` frees. Each engine also has a row of counters for onlookers, and a *ticket* against livelock (lease.py). Engines of
@@ -52,7 +52,7 @@ class RegionError(RuntimeError):
 
 
 def lock_holder(path: Path) -> int | None:
-    """The process id of who holds a table's lock now, as far as the kernel tells."""
+    """The process id of the holder of a table's lock, as far as the kernel tells."""
     found = path.stat()
     place = f"{os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x}:{found.st_ino}"
     try:
@@ -65,7 +65,7 @@ def lock_holder(path: Path) -> int | None:
 
 @contextmanager
 def private_file(path: Path) -> Iterator[BinaryIO]:
-    """A new file for its owner alone, in place of whatever lies at ``path``; who still maps a former one keeps that."""
+    """A new file for its owner alone, in place of any at ``path``; a process that still maps the former one keeps it."""
     fresh = path.with_name(path.name + ".new")
     fresh.unlink(missing_ok=True)
     with open(os.open(fresh, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb") as file:  # noqa: PTH123
@@ -153,7 +153,7 @@ class SlabTable:
 
     @classmethod
     def create(cls, path: Path, slab_count: int, slab_bytes: int, engines: int, reserved_slabs: int = 1) -> SlabTable:
-        """A new table with every slab free but the reserved ones, in place of whatever lay there. Raises ValueError when
+        """A new table with every slab free but the reserved ones, in place of any former one. Raises ValueError when
         there are too many engines or too few slabs."""
         if not 1 <= engines <= MAX_ENGINES or slab_count <= reserved_slabs:
             raise ValueError(
@@ -222,11 +222,11 @@ class SlabTable:
             self._owners[slab] = FREE
 
     def changed_hands(self, engine: int, slab: int) -> bool:
-        """Whether somebody else wrote into the slab since this engine did. Fresh memory counts as its own: it is zero."""
+        """Whether another engine wrote into the slab since this engine did. Fresh memory counts as its own: it is zero."""
         return self._writers[slab] not in (FREE, engine + 1)
 
     def mark_all_foreign(self) -> None:
-        """From now on nobody trusts what any slab holds."""
+        """Mark the bytes of all slabs as foreign to every engine."""
         self._writers[:] = bytes([STRANGER]) * self.header.slab_count
 
     def reclaim(self, engine: int) -> int:
@@ -253,17 +253,17 @@ class SlabTable:
         self.counters[engine].set("ticket", 0)
 
     def first_starving(self) -> int | None:
-        """The engine that starves longest; None when nobody does."""
+        """The engine that starves longest; None when no engine does."""
         if not any(self._tickets):
             return None
         return min((ticket, engine) for engine, ticket in enumerate(self._tickets) if ticket)[1]
 
     def others_starve(self, engine: int) -> bool:
-        """Whether somebody else starves, and has for longer than this engine."""
+        """Whether another engine starves, and has for longer than this one."""
         return self.first_starving() not in (None, engine)
 
     def others_want(self, engine: int) -> bool:
-        """Whether the weights of somebody else found no run of free slabs, and look again."""
+        """Whether the weights of another engine found no run of free slabs, and look again."""
         return any(self._wants) and any(slabs for each, slabs in enumerate(self._wants) if each != engine)
 
     def free_marks(self) -> npt.NDArray[np.bool_]:

@@ -36,7 +36,7 @@ def keeps_fp8_kv() -> bool:
 
 
 def narrow_kv(model: TinyModel) -> tuple[TinyModel, str]:
-    """A model with KV blocks half as large as those of ``model`` in BF16, and its ``kv_cache_dtype``: the same one in FP8 or,
+    """A model with KV blocks half as large as ``model`` has in BF16, and its ``kv_cache_dtype``: the same one in FP8 or,
     where the CPU has no such cache, one of half as many KV heads."""
     if keeps_fp8_kv():
         return model, "fp8_e4m3"

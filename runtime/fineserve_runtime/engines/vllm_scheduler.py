@@ -221,7 +221,7 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
 
     def engine_state(self) -> EngineState:
         """The state that a local scheduler of the policy core sees. Dispatched requests count as running, as in the simulator;
-        prompts whose grammar is being made stand in nobody's way."""
+        prompts whose grammar is being made do not count."""
         status = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
         compiling = {id for id in self._unprefilled.keys() & self.requests.keys() if self.requests[id].status == status}
         ready = [left for id, left in self._unprefilled.items() if id not in compiling]

@@ -2,15 +2,15 @@
 
 All tensors of the model's state dict are packed one after the other into one run of slabs. The run lies at the upper end of
 the region; KV grows from the lower end. Eviction copies the run to host memory, lets the tensors view that copy and frees the
-slabs; activation takes whatever run is free then. Weights that share storage (tied embeddings) are packed once.
+slabs; activation takes any run that is free then. Weights that share storage (tied embeddings) are packed once.
 
-**Dropping layers** (KunServe). An engine that is to drop layers packs them first, so that the slabs of its run are those of
-the layers that go, then those of what stays. Its peers pack as many bytes of other layers there. So the same slabs become
-free on all devices, which an engine over these devices needs. They border on the slabs of KV, and KV takes the lowest ones
-first: a drop takes what is used last, and a restore finds it free.
+**Dropping layers** (KunServe). An engine that is to drop layers packs them first, so that the slabs of its run hold the layers
+that go, then the rest, which stays. Its peers pack as many bytes of other layers there. So the same slabs become free on all
+devices, which an engine over these devices needs. They border on the slabs of KV, and KV takes the lowest ones first: a drop
+takes what is used last, and a restore finds it free.
 
-An engine over several devices has no weights of its own. It *borrows* those of the engines that drop: its tensors view what
-each device holds, at the places that the lenders name.
+An engine over several devices has no weights of its own. It *borrows* the weights of the engines that drop: its tensors view
+what each device holds, at the places that the lenders name.
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ class BorrowedWeights:
 
 def _is_kept(name: str, keeps: tuple[int, int] | None) -> bool:
     """Whether a tensor stays when layers are dropped: one of a layer within ``keeps``, or of none. The first number in a name
-    is that of its layer, as vLLM's own ``extract_layer_index`` has it."""
+    is its layer's, as vLLM's own ``extract_layer_index`` has it."""
     layer = next((int(part) for part in name.split(".") if part.isdigit()), None)
     return keeps is None or layer is None or keeps[0] <= layer < keeps[1]
 

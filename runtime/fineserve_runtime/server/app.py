@@ -307,15 +307,16 @@ class _Stream(StreamingResponse):
 
 
 async def _in_turns(events: AsyncIterator[str]) -> AsyncIterator[str]:
-    """One a turn of the event loop, whatever the backlog: others get their turns, and a client that is gone is heard before
-    the rest is written to nobody."""
+    """One a turn of the event loop, for any backlog. Others get their turns, and a client that is gone is heard before more is
+    written."""
     async for event in events:
         yield event
         await asyncio.sleep(0)
 
 
 async def _unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """What ``work`` gives; cancelled, which aborts its requests, when the client goes away (ApiError, for nobody)."""
+    """The result of ``work``. It is cancelled, which aborts its requests, when the client goes away (ApiError, which no client
+    gets)."""
     task = asyncio.ensure_future(work)
     try:
         while True:

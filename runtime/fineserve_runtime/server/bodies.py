@@ -19,7 +19,7 @@ def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
 
 
 def logprobs(ask: Ask, found: Sequence[Logprobs], text_offset: int = 0) -> dict[str, Any] | None:
-    """Those of new tokens; None where nobody wants them. ``text_offset``: characters before them."""
+    """Log probabilities of new tokens; None where the client wants none. ``text_offset``: characters before them."""
     if ask.logprobs is None:
         return None
     return _chat_logprobs(ask, found) if ask.chat else _completion_logprobs(ask, found, text_offset)

@@ -1,4 +1,4 @@
-"""What every request passes first, whatever its path."""
+"""The checks that every request passes first, on every path."""
 
 from __future__ import annotations
 

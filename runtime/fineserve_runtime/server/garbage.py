@@ -1,8 +1,8 @@
 """Python's garbage collector, kept from holding up a server under load.
 
 A full collection visits every object of the process while nothing else of it runs: 0.1 s with all that a server imports, and
-more with a thousand requests here. A burst of requests brings several. So what is there at the start is never visited again,
-and full collections wait until nobody is here; the young generations, which take a millisecond, go on as ever.
+more with a thousand requests here. A burst of requests brings several. So objects of the start are never visited again, and
+full collections wait until no client is here. The young generations, which take a millisecond, go on as ever.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class ServedName:
             raise ApiError(400, f"the model {self.id} {does}", param="model", code="unsupported")
 
     def check_length(self, characters: int, where: str) -> None:
-        """Raises ApiError for a text that is too long whatever its tokens are; to count those would take a while."""
+        """Raises ApiError for a text that is too long for any tokens; to count them would take a while."""
         if characters > self.max_model_len * self.tokenizer.longest_token:
             raise self.too_long(f"the text has {characters} characters", where)
 

@@ -133,7 +133,7 @@ def exits_on_sigterm() -> Iterator[None]:
 
 @contextmanager
 def _signals_spent() -> Iterator[None]:
-    """Uvicorn raises the signal that stopped it again for whoever handled it before; there is still a region to remove, so
+    """Uvicorn raises the signal that stopped it again for the handler before it; there is still a region to remove, so
     that must not end the process."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before = [signal.signal(each, lambda *_: None) for each in signals]

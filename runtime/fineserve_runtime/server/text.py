@@ -21,7 +21,7 @@ class Tokenizer(Protocol):
         ...
 
     def chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
-        """The text that asks for the next message; ``options`` are those of the template. Raises ValueError when the model
+        """The text that asks for the next message; ``options`` go to the template. Raises ValueError when the model
         has no chat template, or it does not take the messages."""
         ...
 

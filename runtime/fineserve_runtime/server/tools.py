@@ -1,6 +1,6 @@
 """Tools of a chat: what a request asks for, and the calls in the text of its answer.
 
-A call that is forced (``tool_choice`` required, or a function's name) is made by a constraint: the answer is JSON, whatever the
+A call that is forced (``tool_choice`` required, or a function's name) is made by a constraint: the answer is JSON with every
 model. Calls that the model makes by itself have its own syntax, which vLLM's parser of that family knows (``ToolParser``).
 """
 

@@ -1,7 +1,7 @@
 """Two results folders side by side.
 
 Cells are matched by sweep, system and axes. A metric has changed when the difference of the two is beyond its 95 % interval,
-which is that of pairs where both have as many observations (``results/stats.py``). Without an interval (one seed) any change
+taken over pairs where both have as many observations (``results/stats.py``). Without an interval (one seed) any change
 counts.
 """
 

@@ -31,7 +31,7 @@ _STORIES = 240
 
 @dataclass(frozen=True, slots=True)
 class ByPlace:
-    """Figures by name (of memory and GPUs: ``memory/<system>/<place>``, ``gpus/...``), who is where at the start, tables by
+    """Figures by name (of memory and GPUs: ``memory/<system>/<place>``, ``gpus/...``), placements at the start, tables by
     title, stories."""
 
     figures: dict[str, Spec]

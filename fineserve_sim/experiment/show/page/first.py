@@ -1,4 +1,4 @@
-"""The first screen of the page, for the person who pays: the verdict, what it costs, who is on which GPU, what breaks first."""
+"""The first screen of the page, for the one that pays: the verdict, its cost, the models of each GPU, and what breaks first."""
 
 from __future__ import annotations
 

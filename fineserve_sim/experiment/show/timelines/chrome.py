@@ -46,7 +46,7 @@ def write_trace(runs: Iterable[StoredRun], path: Path) -> None:
 
 
 def events(run: StoredRun, process: int) -> Iterator[Event]:
-    """Every trace event of one run; ``process`` is its own number, those of its GPUs follow."""
+    """Every trace event of one run; ``process`` is its own number; the numbers of its GPUs follow."""
     yield _named("process_name", process, 0, run.title)
     seats = _Seats(run, process)
     yield from seats.names()

@@ -29,7 +29,7 @@ ORDER = "its turn in the scheduler's order"
 STEP = "the next look at its queue"
 WEIGHTS = "the weights of its model, on their way to a GPU"
 LAG_S = 2.0
-"""Engines that nobody disturbs tell what they computed when somebody looks, a second later at most."""
+"""Undisturbed engines tell their work when they are looked at, a second later at most."""
 
 LEFT = {
     Left.OPEN: "the run ended",
@@ -77,7 +77,7 @@ class Life:
 
 def life_of(run: StoredRun, request: int) -> Life:
     """The life of a request by its number in arrival order. Raises RunError for a number that no request has, for a bound,
-    in which nobody decides, and where the run was made without --decisions."""
+    which decides nothing, and where the run was made without --decisions."""
     if not 0 <= request < len(run.data.arrival_s):
         raise RunError(f"no request {request}: there are {len(run.data.arrival_s)}, from 0 on")
     if not run.data.engine_models and (run.data.fate == Fate.FINISHED).any():

@@ -100,12 +100,12 @@ def _limits(cell: Mapping[str, Any]) -> Limits:
 
 
 def is_at(axes: Mapping[str, Any], at: Mapping[str, str]) -> bool:
-    """Whether axes have the values that somebody typed."""
+    """Whether axes have the values that a user typed."""
     return all(_same(axes.get(axis), text) for axis, text in at.items())
 
 
 def _same(value: object, text: str) -> bool:
-    """Whether a value of an axis is what somebody typed: 2 is 2.0."""
+    """Whether a value of an axis is the one that a user typed: 2 is 2.0."""
     if str(value) == text:
         return True
     try:

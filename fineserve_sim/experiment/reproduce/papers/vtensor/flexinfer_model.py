@@ -91,7 +91,7 @@ class FlexInfer:
         self.ranges = VirtualRanges()
 
     def prefill(self, request: int, prompt_tokens: int, keys: Sequence[int] = ()) -> int | None:
-        """Memory for a prompt; ``keys`` are those of its full chunks. Returns how many of its tokens are cached already, or
+        """Memory for a prompt; ``keys`` identify its full chunks. Returns how many of its tokens are cached already, or
         None, and nothing taken, when the rest does not fit.
 
         Raises ValueError for a request that is here, or a prompt longer than a range.
