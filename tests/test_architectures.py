@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from fineserve_sim.catalog import (
     CatalogError,
@@ -322,3 +323,27 @@ def test_unknown_quantisations_are_refused_by_name(tmp_path: Path, quantized: di
     (tmp_path / "config.json").write_text(json.dumps(BASE | {"quantization_config": quantized}), encoding="utf-8")
     with pytest.raises(CatalogError, match=f"quantization_config says {quantized['quant_method']}, which no precision"):
         checkpoint_precision(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        ({"window": {"layers": 20, "tokens": 128}}, "window and linear attention: 20 layers, where the model has 16"),
+        ({"experts": {"count": 4, "active": 2, "width": 64, "dense_layers": 17}}, "dense layers beside experts: 17"),
+    ],
+)
+def test_parts_have_no_more_layers_than_the_model(part: dict[str, Any], message: str) -> None:
+    small = model("llama-3.2-1b").model_dump() | part
+    with pytest.raises(ValidationError, match=message):
+        ModelSpec.model_validate(small)
+
+
+def test_a_config_with_more_dense_layers_than_layers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CatalogError, match="dense layers beside experts: 90 layers, where the model has 12"):
+        _read(
+            tmp_path,
+            model_type="glm4_moe",
+            n_routed_experts=8,
+            moe_intermediate_size=64,
+            **{"num_experts_per_tok": 2, "first_k_dense_replace": 90},
+        )

@@ -12,9 +12,9 @@ kind of each.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from fineserve_sim.catalog.specs import Spec
 
@@ -110,6 +110,20 @@ class ModelSpec(Spec):
     checkpoint: str = "W16A16"
     source: str
     speculation: Speculation | None = None
+
+    @model_validator(mode="after")
+    def _layers_are_there(self) -> Self:
+        """Parts have no more layers than the model."""
+        windowed, linear = (part.layers if part else 0 for part in (self.window, self.linear))
+        parts = {
+            "window and linear attention": windowed + linear,
+            "latent attention's index": (self.latent and self.latent.index_layers) or 0,
+            "dense layers beside experts": self.experts.dense_layers if self.experts else 0,
+        }
+        for part, layers in parts.items():
+            if layers > self.layers:
+                raise ValueError(f"{part}: {layers} layers, where the model has {self.layers}")
+        return self
 
 
 class Speculation(Spec):
