@@ -118,6 +118,18 @@ def import_aiconfigurator(
     _write_tables(out, compacted)
 
 
+@importers.command("llmservingsim")
+def import_llmservingsim(
+    profiles: Annotated[Path, typer.Argument(help="Folder or tar file with profiler/perf/GPU/OWNER/MODEL.")],
+    out: Annotated[Path, typer.Option(help="Compact table set to write (.npz).")],
+    gpu: Annotated[str, typer.Option(help="The GPU, by its name in the catalog.")] = "rtx-4090",
+) -> None:
+    """The layers that LLMServingSim's authors profiled under vLLM (KAIST, MIT)."""
+    from fineserve_calibrate.importers.servingsim import import_profiles
+
+    _write_tables(out, import_profiles(profiles, gpu))
+
+
 def _write_tables(out: Path, compacted: TableSet) -> None:
     from fineserve_sim.latency.tables import save
 

@@ -26,8 +26,8 @@ dtype: bfloat16, fp8 (per-tensor scales), int4_wo (4-bit weights, 16-bit activat
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -82,6 +82,17 @@ class Table:
 
     def __len__(self) -> int:
         return len(self.columns["latency_s"])
+
+
+def joined(tables: Sequence[Table]) -> Table:
+    """The rows of several tables of one operator and device, with all sources."""
+    first, *others = tables
+    columns = {name: np.concatenate([table.columns[name] for table in tables]) for name in first.columns}
+    named = {
+        field: " and ".join(dict.fromkeys(getattr(table.fingerprint, field) for table in tables))
+        for field in ("backend", "source")
+    }
+    return Table(first.operator, columns, replace(first.fingerprint, **named)) if others else first
 
 
 def check_columns(where: str, found: list[str], expected: tuple[str, ...]) -> None:

@@ -17,9 +17,11 @@ pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the impo
 from fineserve_evidence.commands import Latency, step_factory
 from fineserve_evidence.validate.cases import OpenLoop, with_load
 from fineserve_evidence.validate.layouts import read_set
-from fineserve_evidence.validate.predict import predict_set
+from fineserve_evidence.validate.predict import kv_bytes, predict_set
 from fineserve_evidence.validate.rows import LayoutError
 from servingsimkit import ProfiledRanks, profiled
+
+from fineserve_sim.catalog import kv_token_bytes
 
 BENCH = Path(__file__).parents[3] / "shared" / "data" / "fleets" / "llmservingsim_bench"
 RUN = "RTXPRO6000_Qwen3-30B-A3B-Instruct-2507"
@@ -67,6 +69,16 @@ def test_a_run_is_a_case_with_its_ranks(tmp_path: Path) -> None:
     assert case.tpot_s[1:] == pytest.approx(np.full(3, 0.1)) and np.isnan(case.tpot_s[0])
     (predicted,) = predict_set(measured, by_tables)
     assert np.isfinite(predicted.ttft_s).all() and np.isfinite(predicted.tpot_s[1:]).all()
+
+
+def test_kv_is_as_large_as_recorded(tmp_path: Path) -> None:
+    path = _write(tmp_path, TOLD)
+    beside = path.with_name("RTXPRO6000_Small_meta.json")
+    plain = read_set(path, by_tables).cases[0].serving
+    beside.write_text(json.dumps({"engine_kwargs": TOLD, "kv_cache": {"num_kv_tokens": 41408}}), encoding="utf-8")
+    known = read_set(path, by_tables).cases[0].serving
+    token_bytes = kv_token_bytes(known.model, known.precision, known.tp)
+    assert kv_bytes(known) == pytest.approx(41408 * token_bytes, abs=token_bytes) and kv_bytes(known) < kv_bytes(plain)
 
 
 @pytest.mark.parametrize(
@@ -119,3 +131,19 @@ def test_ranks_take_as_long_as_measured_where_operators_are_known() -> None:
     assert abs(tpot) < 0.03 and abs(e2e) < 0.04 and abs(ttft) < 0.10, off
     assert off["own"] == pytest.approx([-0.015, -0.067, -0.016], abs=0.001)  # docs/experiments.md
     assert off["ours"][0] == pytest.approx(-0.21, abs=0.005)
+
+
+@pytest.mark.skipif(not BENCH.is_dir(), reason="the shared/ folder with the measured sets is absent")
+def test_dense_runs_are_off_by_as_much_as_the_page_says() -> None:
+    """Means of TPOT, end to end and TTFT, in percent: Llama-3.1-8B on an RTX 4090 whose KV is full, and on an RTX PRO 6000."""
+    off = {}
+    for run in ("RTX4090_Llama-3.1-8B", "RTXPRO6000_Llama-3.1-8B"):
+        measured = read_set(BENCH / f"{run}_requests.jsonl.gz", by_tables)
+        once = replace(measured, cases=tuple(map(with_load(OpenLoop, phases=1), measured.cases)))
+        (found,) = predict_set(once, by_tables)
+        case, gaps = found.case, found.case.load.output_tokens - 1
+        whole = found.ttft_s + found.tpot_s * gaps, case.ttft_s + case.tpot_s * gaps
+        pairs = [(found.tpot_s, case.tpot_s), whole, (found.ttft_s, case.ttft_s)]
+        off[run] = [100 * (np.nanmean(predicted) / np.nanmean(real) - 1) for predicted, real in pairs]
+    assert off["RTX4090_Llama-3.1-8B"] == pytest.approx([6.5, 8.7, 9.4], abs=0.1)  # docs/fidelity.md
+    assert off["RTXPRO6000_Llama-3.1-8B"] == pytest.approx([-6.1, -8.1, -13.7], abs=0.1)

@@ -13,7 +13,7 @@ import io
 import re
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,17 @@ import pyarrow.parquet as pq
 
 from fineserve_calibrate.importers import SYSTEMS
 from fineserve_calibrate.repairs import repaired
-from fineserve_calibrate.tables import LEAST_WIDTH, Column, Fingerprint, Table, check, check_columns, check_rows, typed
+from fineserve_calibrate.tables import (
+    LEAST_WIDTH,
+    Column,
+    Fingerprint,
+    Table,
+    check,
+    check_columns,
+    check_rows,
+    joined,
+    typed,
+)
 from fineserve_sim.catalog import gpu
 from fineserve_sim.latency.tables import DEVICES, TableError
 
@@ -181,7 +191,7 @@ class Importer:
         size = np.array([elements.get(str(dtype), 1) for dtype in columns["allreduce_dtype"]])
         named = {"dtype": columns["allreduce_dtype"], "gpus": columns["num_gpus"]}
         custom = _table("all_reduce", {**named, "message_bytes": columns["message_size"] * size}, columns, fingerprint)
-        return _joined(custom.where(custom.columns["gpus"] <= PCIE_GROUP), self.nccl()) if through_host else custom
+        return joined((custom.where(custom.columns["gpus"] <= PCIE_GROUP), self.nccl())) if through_host else custom
 
     def nccl(self) -> Table:
         """All-reduce by NCCL among more than two GPUs, in 16 bits."""
@@ -193,14 +203,6 @@ class Importer:
         dtype = np.full(int(keep.sum()), "bfloat16")
         named = {"dtype": dtype, "gpus": columns["num_gpus"], "message_bytes": 2 * columns["message_size"]}
         return _table("all_reduce", named, columns, fingerprint)
-
-
-def _joined(first: Table, second: Table) -> Table:
-    """The rows of both, with both sources."""
-    columns = {name: np.concatenate([first.columns[name], second.columns[name]]) for name in first.columns}
-    one, other = first.fingerprint, second.fingerprint
-    both = replace(one, backend=f"{one.backend} and {other.backend}", source=f"{one.source} and {other.source}")
-    return Table(first.operator, columns, both)
 
 
 def _table(

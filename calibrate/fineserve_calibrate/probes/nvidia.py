@@ -148,6 +148,7 @@ NAMES: tuple[tuple[str, str], ...] = (
     ("a800", r"\bA800\b"),
     ("l40s", r"\bL40S\b"),
     ("b200", r"\bB200\b"),
+    ("rtx-4090", r"\bRTX 4090\b(?! D)"),
 )
 """Catalog GPU, and a pattern of the name that its driver reports."""
 FAMILIES = tuple(dict.fromkeys(name.split("-")[0] for name, _ in NAMES))

@@ -71,7 +71,7 @@ _GPUS = {
     **dict.fromkeys(("h100", "h100_sxm", "nvidia h100 80gb hbm3"), "h100-sxm"),
     **dict.fromkeys(("h200", "h200_sxm"), "h200-sxm"),
     **dict.fromkeys(("a100", "a100_sxm"), "a100-80gb"),
-    **{"rtxpro6000": "rtx-pro-6000-server", "h100_pcie": "h100-pcie", "b200_sxm": "b200"},
+    **{"rtxpro6000": "rtx-pro-6000-server", "rtx4090": "rtx-4090", "h100_pcie": "h100-pcie", "b200_sxm": "b200"},
 }
 _SUFFIXES = re.compile(
     r"-(instruct|chat|it|base|hf|bf16|fp16|fp8|fp8_kv8|dynamic|block|awq|gptq|int4|w4a16|w8a8|quantized|17b-\d+e|v\d\.\d|\d{4})(?=[-.]|$)"

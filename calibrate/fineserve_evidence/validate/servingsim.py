@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import numpy as np
 import pandas as pd
 
 from fineserve_evidence.validate.cases import Case, Label, MeasuredSet, OpenLoop, Sensitivity, Serving, with_serving
+from fineserve_evidence.validate.predict import kv_bytes
 from fineserve_evidence.validate.rows import (
     STEPS_AHEAD,
     LayoutError,
@@ -27,10 +29,10 @@ from fineserve_evidence.validate.rows import (
     stem,
     supported,
 )
-from fineserve_sim.catalog import CatalogError, ModelSpec, deployment, with_experts, with_ranks
+from fineserve_sim.catalog import CatalogError, ModelSpec, deployment, kv_token_bytes, with_experts, with_ranks
 
 COLUMNS = ("request_id", "input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
-ENDING = "_requests.jsonl.gz"
+ENDING, KV_TOKENS = "_requests.jsonl.gz", "num_kv_tokens"
 MEMORY_UTILIZATION = 0.9
 TOLD = ("model", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "dtype", "kv_cache_dtype")
 
@@ -49,17 +51,20 @@ def read_servingsim(frame: pd.DataFrame, path: Path) -> MeasuredSet:
         assumptions=(
             "settings as recorded; requests come when the server queued them, in turn to the ranks of attention in data "
             "parallel; no prompts begin alike",
-            f"{MEMORY_UTILIZATION:g} of the GPU's memory (vLLM's default); steps are scheduled one ahead (vLLM 0.19)",
+            f"{MEMORY_UTILIZATION:g} of the GPU's memory (vLLM's default), or KV as recorded; steps are scheduled one ahead "
+            "(vLLM 0.19)",
         ),
         sensitivities=(Sensitivity("no step scheduled ahead", with_serving(steps_ahead=0)),),
     )
 
 
 def _told(path: Path) -> Mapping[str, Any]:
-    """The engine's arguments. Raises LayoutError where they are not beside the requests."""
+    """The engine's arguments, and the tokens of its KV cache where they are known (``KV_TOKENS``). Raises LayoutError where
+    they are not beside the requests."""
     beside = path.with_name(path.name.removesuffix(ENDING) + "_meta.json")
     try:
-        told: dict[str, Any] = json.loads(beside.read_text(encoding="utf-8"))["engine_kwargs"]
+        meta: dict[str, Any] = json.loads(beside.read_text(encoding="utf-8"))
+        told: dict[str, Any] = meta["engine_kwargs"] | {KV_TOKENS: meta.get("kv_cache", {}).get(KV_TOKENS)}
     except (OSError, ValueError, KeyError, TypeError) as problem:
         raise LayoutError(f"{beside}: expected the engine_kwargs of {path.name} ({problem})") from None
     if missing := [name for name in TOLD if name not in told]:
@@ -82,6 +87,8 @@ def _case(frame: pd.DataFrame, path: Path, told: Mapping[str, Any]) -> Case:
         MEMORY_UTILIZATION,
         steps_ahead=STEPS_AHEAD,
     )
+    if told[KV_TOKENS] is not None:
+        serving = _with_kv(serving, int(told[KV_TOKENS]))
     rows = frame.sort_values("queued_ts", kind="stable")
     queued_s, first_s, last_s = (rows[name].to_numpy(np.float64) for name in COLUMNS[3:])
     prompts, outputs = (rows[name].to_numpy(np.int64) for name in COLUMNS[1:3])
@@ -89,6 +96,12 @@ def _case(frame: pd.DataFrame, path: Path, told: Mapping[str, Any]) -> Case:
     tpot_s = (last_s - first_s) / np.where(outputs > 1, outputs - 1, np.nan)
     label = Label(stem(path), "vllm", str(told["model"]), "W16A16", tp)
     return Case(label, supported(serving), load, first_s - queued_s, tpot_s)
+
+
+def _with_kv(serving: Serving, tokens: int) -> Serving:
+    """The engine with memory for so many tokens of KV on each GPU."""
+    missing_bytes = tokens * kv_token_bytes(serving.model, serving.precision, serving.tp) - kv_bytes(serving)
+    return replace(serving, memory_utilization=serving.memory_utilization + missing_bytes / serving.gpu.memory_bytes)
 
 
 def _in_ranks(model: ModelSpec, ranks: int, *, whole: bool) -> ModelSpec:

@@ -4,6 +4,7 @@ from fineserve_sim.latency.tables.attention import DecodeTable, HeadMatch, Piece
 from fineserve_sim.latency.tables.curves import GemmTable, Line, gemm_roofline_s, isotonic, slower_memory
 from fineserve_sim.latency.tables.grids import (
     AXES,
+    DENSE_ALONE,
     DEVICES,
     Grid,
     TableError,
@@ -17,6 +18,7 @@ from fineserve_sim.latency.tables.grids import (
 
 __all__ = [
     "AXES",
+    "DENSE_ALONE",
     "DEVICES",
     "DecodeTable",
     "GemmTable",

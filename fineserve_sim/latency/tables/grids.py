@@ -51,9 +51,12 @@ DEVICES: Mapping[str, str] = MappingProxyType(
         "l40s": "NVIDIA L40S",
         "b200": "NVIDIA B200",
         "rtx-pro-6000-server": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
+        "rtx-4090": "NVIDIA GeForce RTX 4090",
     }
 )
 """The GPUs whose tables ship: as the catalog names them, and as their drivers report them."""
+DENSE_ALONE = "rtx-4090"
+"""The GPU of these on which layers of dense models alone were measured."""
 
 
 class TableError(ValueError):
@@ -137,8 +140,9 @@ def _shipped(gpu_name: str, part: str = "") -> TableSet:
 
 
 def shipped_layers(gpu_name: str) -> TableSet:
-    """The compact tables of the layers that not every model has: experts, latent and linear attention, wide heads."""
-    return _shipped(gpu_name, "-layers")
+    """The compact tables of the layers that not every model has: experts, latent and linear attention, wide heads. Without any
+    grid for a GPU on which none was measured."""
+    return _shipped(gpu_name, "-layers") if gpu_name != DENSE_ALONE else TableSet({}, {})
 
 
 def measured_on(gpu: GpuSpec) -> TableSet | None:
