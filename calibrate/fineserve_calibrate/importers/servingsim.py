@@ -71,25 +71,30 @@ class Profile:
         frame = self.rows("attention", "prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
         chunks = frame[(frame.n_decode == 0) & (frame.prefill_chunk > 0) & (frame.kv_prefill == 0)]
         decodes = frame[(frame.prefill_chunk == 0) & (frame.n_decode > 0)]
-        one = np.ones(len(chunks))
+        chunks = chunks.rename(columns={"prefill_chunk": "new_tokens", "kv_prefill": "cached_tokens"}).assign(batch=1)
+        decodes = decodes.rename(columns={"n_decode": "batch", "kv_decode": "context"})
         return [
-            self._attention(
-                "prefill_attention", chunks, batch=one, new_tokens=chunks.prefill_chunk, cached_tokens=0 * one
-            ),
-            self._attention("decode_attention", decodes, batch=decodes.n_decode, context=decodes.kv_decode),
+            self._attention("prefill_attention", chunks, "batch", "new_tokens", "cached_tokens"),
+            self._attention("decode_attention", decodes, "batch", "context"),
         ]
 
-    def _attention(self, operator: str, rows: pd.DataFrame, **work: Column) -> Table:
+    def _attention(self, operator: str, rows: pd.DataFrame, *work: str) -> Table:
         heads = {"q_heads": self.model.q_heads, "kv_heads": self.model.kv_heads, "head_dim": self.model.head_dim}
         columns = {name: np.full(len(rows), "bfloat16") for name in ("dtype", "kv_dtype")}
         columns |= {name: np.full(len(rows), value) for name, value in heads.items()}
-        return Table(operator, typed({**columns, **work, "latency_s": rows.time_us * 1e-6}), self.fingerprint)
+        columns |= {name: rows[name].to_numpy() for name in work}
+        return Table(operator, typed({**columns, "latency_s": rows.time_us.to_numpy() * 1e-6}), self.fingerprint)
 
 
 def _product(rows: pd.DataFrame, count: str, shape: Linear) -> dict[str, Column]:
     size = len(rows)
     wide = {"n": np.full(size, shape.outputs), "k": np.full(size, shape.inputs)}
-    return {"dtype": np.full(size, "bfloat16"), "m": rows[count].to_numpy(), **wide, "latency_s": rows.time_us * 1e-6}
+    return {
+        "dtype": np.full(size, "bfloat16"),
+        "m": rows[count].to_numpy(),
+        **wide,
+        "latency_s": rows.time_us.to_numpy() * 1e-6,
+    }
 
 
 def profiles(path: Path, spec: GpuSpec) -> list[Profile]:
