@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from itertools import count, takewhile
 from math import prod
 from multiprocessing.connection import Connection
@@ -20,6 +22,7 @@ from fineserve_calibrate.probes.engines import LLAMA_8B, TINY
 from fineserve_calibrate.probes.nvidia import Driver
 from fineserve_calibrate.probes.schema import Unavailable
 from fineserve_evidence.campaign import trials
+from fineserve_evidence.campaign.command import plan_lines
 from fineserve_evidence.campaign.items import Spot, Trial
 from fineserve_evidence.campaign.plan import CPU, GPU, PAGE, plan
 from fineserve_evidence.campaign.report import _copy, _vmm
@@ -255,6 +258,18 @@ def test_an_engine_is_measured_awake_and_asleep(here: None, monkeypatch: pytest.
     assert sizes == [1.0, 2.0, 3.0]  # the next look each
 
 
+def test_the_log_of_an_engine_that_fails_is_kept(
+    here: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "import sys\nprint('no allocator, says a library', file=sys.stderr)\n"
+    (tmp_path / "scripted_sleeper.py").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(asleep.Sleeper, "worker", "scripted_sleeper")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with pytest.raises(Unavailable, match="the engine's process ended: no allocator"):
+        asleep.residue(LLAMA_8B)
+    assert "no allocator, says a library" in capsys.readouterr().err
+
+
 def test_the_engine_that_sleeps_is_one_of_the_pairs() -> None:
     given = asleep.sleeper_settings(LLAMA_8B)["arguments"]
     assert given["enable_sleep_mode"] and not given["enforce_eager"]
@@ -280,3 +295,23 @@ def test_a_layer_is_reported_as_a_whole() -> None:
 def test_copies_are_reported() -> None:
     row = {"direction": "host_to_device", "host_memory": "pinned", "bytes": 4 * 10**8, "latency_s": 8e-3}
     assert "| host_to_device | pinned | 400 | 8 | 50 |" in _copy([row], None)
+
+
+# --- what the documentation says --------------------------------------------------------------------------------------
+
+PAGE_OF_PROBES = Path(__file__).parents[2] / "docs" / "probes.md"
+ROW = re.compile(r"^\| ((?:more )?`[^|]+) \| [^|]+ \| ([\d.]+)(?:; in all (\d+))? \|$", re.MULTILINE)
+
+
+def test_the_table_of_parts_is_the_plan() -> None:
+    """Each part is named, and the minutes up to the sum, and those of shapes, are those of the plan."""
+    rows = ROW.findall(PAGE_OF_PROBES.read_text(encoding="utf-8"))
+    named = [text for names, *_ in rows for text in re.findall(r"`([^`]+)`", names)]
+    parts = list(dict.fromkeys(item.part for item in ITEMS))
+    assert [part for part in parts if not any(fnmatch(part, text) for text in named)] == []
+    minutes = {line.split()[0]: float(line.split()[-2]) for line in plan_lines(ITEMS)[1:]}
+    (stated,) = (float(each) for names, each, _ in rows if names.startswith("`shapes`"))
+    assert stated == minutes["shapes"]
+    (so_far,) = (float(total) for *_, total in rows if total)
+    assert abs(so_far - float(plan_lines(ITEMS)[parts.index("steps-bfloat16-eager") + 1].split()[-1])) < 0.5
+    assert sum(float(each) for _, each, _ in rows) == pytest.approx(sum(minutes.values()), abs=1.0)

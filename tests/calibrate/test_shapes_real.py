@@ -22,7 +22,7 @@ def test_each_shape_computes_the_same_after_the_other_beside_poison_and_after_a_
     assert found.pop("graphs_error") == 0.0
     assert found == dict.fromkeys(
         (
-            *("whole_after_half", "half_after_whole", "half_beside_poison"),
+            *("half_again", "whole_after_half", "whole_again", "half_after_whole", "half_beside_poison"),
             *("whole_sees_poison", "whole_restored", "half_after_restore"),
         ),
         1.0,

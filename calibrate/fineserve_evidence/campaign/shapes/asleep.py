@@ -1,16 +1,18 @@
 """What an engine keeps on the GPU when its weights and its KV are gone: context, graphs, workspaces.
 
-The engine is vLLM's own with its own sleep. An engine of the runtime that sleeps keeps the same, for its weights and KV lie
-in the region.
+The engine is vLLM's own with its own sleep. An engine of the runtime that sleeps keeps a context and workspaces, too, for its
+weights and KV lie in the region. It has no graphs where weights lie there.
 """
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from fineserve_calibrate.probes.engines import ProbedModel
+from fineserve_calibrate.probes.schema import Unavailable
 
-from fineserve_evidence.campaign.crew import Member, settings
+from fineserve_evidence.campaign.crew import KEPT_LOG, Member, settings
 from fineserve_evidence.campaign.items import Scene, Seat
 from fineserve_evidence.campaign.plan import BF16, GPU
 from fineserve_evidence.campaign.shapes.handles import has_context
@@ -52,5 +54,8 @@ def residue(model: ProbedModel) -> dict[str, float]:
             if level == 1:  # level 2 forgets the weights
                 found["wake_1_s"] = engine.told("wake")
         return found
+    except Unavailable:
+        print(engine.log()[-KEPT_LOG:], file=sys.stderr)
+        raise
     finally:
         engine.close()

@@ -122,9 +122,10 @@ def _replay(graph: Any, result: torch.Tensor) -> Replay:
 
 
 def checks(whole: Sequence[Replay], half: Sequence[Replay], dropped: torch.Tensor) -> dict[str, float]:
-    """Check each shape after the other, with the dropped weights poisoned, and with them back."""
+    """Check each shape again, after the other, with the dropped weights poisoned, and with them back."""
     wholes, halves = _results(whole), _results(half)
-    found = {"whole_after_half": _same(whole, wholes), "half_after_whole": _same(half, halves)}
+    found = {"half_again": _same(half, halves), "whole_after_half": _same(whole, wholes)}
+    found |= {"whole_again": _same(whole, wholes), "half_after_whole": _same(half, halves)}
     kept = dropped.clone()
     dropped.fill_(math.nan)
     found["half_beside_poison"] = _same(half, halves)

@@ -75,7 +75,7 @@ def pages() -> dict[str, float]:
         pid = heard(pipe)
         handles = [driver.create(PAGE_BYTES, shareable=True) for _ in range(PAGES)]
         address = mapped(driver, handles)
-        driver.fill(address, PAGES * PAGE_BYTES, OURS)
+        fill(driver, address, OURS)
         begun_s = time.perf_counter()
         files = [driver.export(handle) for handle in handles]
         export_s = (time.perf_counter() - begun_s) / PAGES
@@ -97,6 +97,12 @@ def mapped(driver: Driver, handles: list[int]) -> int:
     return address
 
 
+def fill(driver: Driver, address: int, byte: int) -> None:
+    """Fill all pages, and wait until the other process can see it."""
+    driver.fill(address, PAGES * PAGE_BYTES, byte)
+    driver.read(address, 1)  # the driver copies after it has filled
+
+
 def map_pages(pipe: Connection) -> None:
     """Import and map the pages in the second process."""
     has_context()
@@ -109,8 +115,7 @@ def map_pages(pipe: Connection) -> None:
     address = mapped(driver, handles)
     mapped_s = time.perf_counter()
     seen = driver.read(address, 1)
-    driver.fill(address, PAGES * PAGE_BYTES, ITS)
-    driver.read(address, 1)  # the fill is done
+    fill(driver, address, ITS)
     each = {"import_s": (imported_s - begun_s) / PAGES, "map_s": (mapped_s - imported_s) / PAGES}
     pipe.send({**each, "our_byte_is_there": seen == bytes([OURS])})
     pipe.recv()
