@@ -28,7 +28,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 MINIMUM = (3, 11)
-REAL = [f"tests/calibrate/test_{name}_real.py" for name in ("probes", "campaign")]
+REAL = [f"tests/calibrate/test_{name}_real.py" for name in ("probes", "campaign", "shapes")]
 RUNTIME_TESTS = ["--numprocesses=2", "--dist=loadfile", "--durations=10", "tests/runtime", *REAL]
 COMPILED = ROOT / "build" / "compiled"
 PROCESSES = min(8, (os.cpu_count() or 1) + 1)

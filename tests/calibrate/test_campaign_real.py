@@ -17,12 +17,13 @@ from fineserve_evidence.campaign.crew import settings
 from fineserve_evidence.campaign.items import Take
 from fineserve_evidence.campaign.plan import plan
 from fineserve_evidence.campaign.record import opened
+from fineserve_evidence.campaign.shapes.asleep import sleeper_settings
 
 pytestmark = [
     pytest.mark.filterwarnings("default"),  # those libraries warn of themselves
     pytest.mark.skipif(package_version("vllm") == "none", reason="vllm is not installed"),
 ]
-PARTS = "pairs-time_slice-bfloat16+bfloat16,pairs-mps,threes,driver,layouts,steps,runtime"
+PARTS = "pairs-time_slice-bfloat16+bfloat16,pairs-mps,shapes,threes,driver,layouts,steps,runtime"
 LEAST_STEPS = 8
 
 
@@ -73,9 +74,10 @@ def test_every_kind_of_item_was_measured_or_is_lacking_here(packed: Path, rows: 
     manifest = opened(packed)[2]
     reasons = {reason for part in manifest["parts"].values() for reason in part["reasons"]}
     lacking = {"MPS is NVIDIA's", "the CPU has no CUDA driver", "layouts are those of vLLM's caches on a GPU"}
+    lacking |= {"NCCL is NVIDIA's", "vLLM's engines sleep on GPUs alone", "the CPU has no device memory"}
     slow = {reason for reason in reasons if "steps side by side" in reason}  # of a machine with other work
     assert reasons - slow == lacking
-    assert {row["trial"] for row in rows["trials"]} == {"check", "demo", "replay", "overhead"}
+    assert {row["trial"] for row in rows["trials"]} == {"check", "demo", "replay", "overhead", "gloo", "graphs"}
     (said,) = (row["text"] for row in rows["trials"] if row["trial"] == "demo")
     assert "40 requests" in said and "0 failed" in said
     trials = {(row["trial"], row["quantity"]): row.get("value", 0.0) for row in rows["trials"]}
@@ -99,6 +101,7 @@ def test_vllm_takes_what_a_gpus_engines_are_given(tmp_path: Path) -> None:
 
     scenes = {item.part: item.ask.scene for item in plan(False, LLAMA_8B.name) if isinstance(item.ask, Take)}
     known = {field.name for field in fields(EngineArgs)}
+    assert set(sleeper_settings(LLAMA_8B)["arguments"]) <= known
     for scene in scenes.values():
         for place in range(len(scene.seats)):
             given = settings(scene, place, LLAMA_8B, on_cpu=False, mps=())

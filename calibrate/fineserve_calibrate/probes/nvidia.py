@@ -19,7 +19,7 @@ from typing import Any
 from fineserve_calibrate.probes.schema import ProbeError, Unavailable
 from fineserve_sim.catalog import GpuSpec, gpu
 
-_PINNED, _DEVICE, _READ_WRITE = 1, 1, 3
+_PINNED, _DEVICE, _READ_WRITE, _FILE = 1, 1, 3, 1
 
 
 class DriverError(Exception):
@@ -61,6 +61,7 @@ class Driver:
         self._call("cuInit", ctypes.c_uint(0))
         location = _Location(_DEVICE, 0)
         self._properties = _Properties(_PINNED, 0, location, None, _Flags())
+        self._shareable = _Properties(_PINNED, _FILE, location, None, _Flags())
         self._access = _Access(location, _READ_WRITE)
 
     def _call(self, name: str, *arguments: Any) -> None:
@@ -99,10 +100,10 @@ class Driver:
         """Give a reserved range back."""
         self._call("cuMemAddressFree", ctypes.c_uint64(address), ctypes.c_size_t(size_bytes))
 
-    def create(self, size_bytes: int) -> int:
-        """Create a handle of physical memory."""
+    def create(self, size_bytes: int, *, shareable: bool = False) -> int:
+        """Create a handle of physical memory. A shareable one can be exported."""
         handle = ctypes.c_uint64()
-        size, properties = ctypes.c_size_t(size_bytes), ctypes.byref(self._properties)
+        size, properties = ctypes.c_size_t(size_bytes), ctypes.byref(self._shareable if shareable else self._properties)
         self._call("cuMemCreate", ctypes.byref(handle), size, properties, ctypes.c_uint64(0))
         return handle.value
 
@@ -123,6 +124,31 @@ class Driver:
     def release(self, handle: int) -> None:
         """Free a handle."""
         self._call("cuMemRelease", ctypes.c_uint64(handle))
+
+    def export(self, handle: int) -> int:
+        """Make a file descriptor that another process can import."""
+        file = ctypes.c_int()
+        self._call(
+            "cuMemExportToShareableHandle",
+            *(ctypes.byref(file), ctypes.c_uint64(handle), ctypes.c_int(_FILE), ctypes.c_uint64(0)),
+        )
+        return file.value
+
+    def imported(self, file: int) -> int:
+        """Make a handle of the memory that another process exported."""
+        handle = ctypes.c_uint64()
+        self._call("cuMemImportFromShareableHandle", ctypes.byref(handle), ctypes.c_void_p(file), ctypes.c_int(_FILE))
+        return handle.value
+
+    def fill(self, address: int, size_bytes: int, byte: int) -> None:
+        """Write one byte all over a range."""
+        self._call("cuMemsetD8_v2", ctypes.c_uint64(address), ctypes.c_ubyte(byte), ctypes.c_size_t(size_bytes))
+
+    def read(self, address: int, size_bytes: int) -> bytes:
+        """Copy a range to the host."""
+        host = ctypes.create_string_buffer(size_bytes)
+        self._call("cuMemcpyDtoH_v2", host, ctypes.c_uint64(address), ctypes.c_size_t(size_bytes))
+        return host.raw
 
 
 def load_driver() -> Driver:

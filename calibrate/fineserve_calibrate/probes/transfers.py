@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 TENSOR_BYTES = 64 * 2**20  # of a weight file
 LOAD_PRODUCTS, LOAD_SIZE = 300, 4096
+PRODUCTS_A_HANDLE = 5  # besides, so that they outlast the calls for many handles
 CALLS = ("create", "map", "set_access", "unmap", "release")
 
 
@@ -148,14 +149,15 @@ def vmm(device: TorchDevice, point: Point) -> Prepared:
     if size % driver.granularity_bytes():
         raise Unavailable(f"handles are multiples of {driver.granularity_bytes()} bytes")
     device.torch.ones(1, device=device.name)  # the primary context becomes current
-    handles, call, busy = Handles(driver, size, int(point["count"])), str(point["call"]), point["load"] == "kernel"
+    count, call, busy = int(point["count"]), str(point["call"]), point["load"] == "kernel"
+    handles, products = Handles(driver, size, count), LOAD_PRODUCTS + PRODUCTS_A_HANDLE * count
     left, right = (device.random(LOAD_SIZE, LOAD_SIZE) for _ in range(2)) if busy else (None, None)
 
     def once() -> float:
         if not busy:
             return handles.life()[call]
         device.synchronize()
-        for _ in range(LOAD_PRODUCTS):
+        for _ in range(products):
             device.torch.mm(left, right)
         queued = device.torch.cuda.Event()
         queued.record()

@@ -7,7 +7,7 @@ them (``run.Pace``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, product
 
@@ -21,6 +21,7 @@ from fineserve_evidence.campaign.items import Item, Scene, Seat, Sharing, Spot, 
 
 BF16, FP8, INT4 = "bfloat16", "fp8", "int4_wo"
 STEPS, HOST, QUICK = Effort(1, 20, 40, 0.5), Effort(1, 20, 60, 0.5), Effort(3, 10, 60, 0.1)
+PAGE = 2 * MIB
 SHARINGS: tuple[Sharing, ...] = ("time_slice", "mps")
 Loads = tuple[Composition | None, ...]
 
@@ -44,6 +45,10 @@ class Sizes:
     contexts: Axis
     context_tokens: int
     chunks: Axis
+    shapes: Mapping[str, float]
+    """Trials of the part ``shapes``, with expected seconds."""
+    layer_bytes: int
+    """A layer of the model in 16 bits, without its norms."""
 
     @property
     def loads(self) -> tuple[Composition, ...]:
@@ -65,6 +70,8 @@ GPU = Sizes(
     contexts=(256, 2048),
     context_tokens=80_000,
     chunks=(128, 512, 2048, 8192),
+    shapes={"ipc": 15.0, "handles": 15.0, "nccl": 15.0, "gloo": 10.0, "graphs": 15.0, "asleep": 55.0},
+    layer_bytes=208 * PAGE,
 )
 CPU = Sizes(
     decodes=(Composition(1, 128, 0), Composition(8, 128, 0)),
@@ -81,6 +88,8 @@ CPU = Sizes(
     contexts=(128, 512),
     context_tokens=10_000,
     chunks=(64, 256, 1024),
+    shapes={"ipc": 0.1, "handles": 0.1, "nccl": 0.1, "gloo": 10.0, "graphs": 6.0, "asleep": 0.1},
+    layer_bytes=2 * PAGE,
 )
 
 
@@ -101,6 +110,7 @@ class Planner:
         two, mixed = (Seat(BF16), Seat(BF16)), (Seat(BF16), Seat(FP8), Seat(INT4))
         yield from self.pairs("time_slice", *two)
         yield from self.pairs("mps", *two)
+        yield from self.shapes()
         for sharing in SHARINGS:
             yield from self.alike(sharing, Seat(BF16), 3)
         yield from self.pairs("time_slice", Seat(BF16), Seat(FP8))
@@ -108,7 +118,6 @@ class Planner:
         yield from self.pairs("mps", Seat(BF16, 70), Seat(BF16, 30))
         for sharing in SHARINGS:
             yield from self.threes(sharing, *mixed)
-        yield from self.pairs("time_slice", Seat(BF16), Seat(INT4))
         yield from self.host(("graphs", "eager"))
         yield from self.driver((2, 32), (1, 8))
         yield from self.layouts((16, 64), (512, 2048))
@@ -118,6 +127,7 @@ class Planner:
 
     def later(self) -> Iterator[Item]:
         """List the items for more than 25 minutes."""
+        yield from self.pairs("time_slice", Seat(BF16), Seat(INT4))
         yield from self.pairs("time_slice", Seat(BF16), Seat(BF16), mode="eager")
         for other in (FP8, INT4):
             yield from self.pairs("mps", Seat(BF16), Seat(other))
@@ -136,6 +146,7 @@ class Planner:
         """List the same kinds of items for a CPU, few of each: a rehearsal."""
         yield from self.pairs("time_slice", Seat(BF16), Seat(BF16))
         yield from self.pairs("mps", Seat(BF16, 70), Seat(BF16, 30))
+        yield from self.shapes()
         yield from self.alike("time_slice", Seat(BF16), 3)
         yield from self.pairs("time_slice", Seat(BF16), Seat(INT4))
         yield from self.host(("eager",))
@@ -191,6 +202,29 @@ class Planner:
         expected = {"check": check_s, "demo": demo_s, "replay": replay_s, "overhead": overhead_s}
         for name, seconds in expected.items():
             yield Item("runtime", Trial(name, self.model), seconds)
+
+    # --- two shapes over one set of weights ---------------------------------------------------------------------------
+
+    def shapes(self) -> Iterator[Item]:
+        """List what two shapes of a model need of a device: trials, and a layer unmapped, mapped and copied.
+
+        The engine comes last: it takes the longest and may not start.
+        """
+        *trials, last = [
+            Item("shapes", Trial(name, self.model), seconds) for name, seconds in self.sizes.shapes.items()
+        ]
+        yield from trials
+        yield from self.layer()
+        yield last
+
+    def layer(self) -> Iterator[Item]:
+        """List the calls that take a layer's memory away and give it back, as pages and as one handle, and its copies."""
+        size = self.sizes.layer_bytes
+        for each, count in ((PAGE, size // PAGE), (size, 1)):
+            calls: dict[str, Axis] = {"call": ("map", "set_access", "unmap"), "load": ("idle", "kernel")}
+            yield from self._spots("shapes", "vmm", grid("vmm", **calls, bytes=[each], count=[count]), QUICK, 1.5)
+        ways: dict[str, Axis] = {"direction": ("device_to_host", "host_to_device"), "host_memory": ["pinned"]}
+        yield from self._spots("shapes", "copy", grid("copy", **ways, bytes=[size]), QUICK, 2.0)
 
     # --- one engine, kernels, the driver ------------------------------------------------------------------------------
 

@@ -29,6 +29,8 @@ from fineserve_sim.catalog import deployment, driver_costs, gpu
 DRIVER = {"create": "create_s", "map": "map_s", "set_access": "map_s", "unmap": "unmap_s", "release": "unmap_s"}
 """The catalog's cost that each call is part of: mapping is both map and set_access, unmapping both unmap and release."""
 PAGE_BYTES = 2**21
+LAYER_BYTES = 2**28
+"""Handles of more bytes in all than this are those of a layer."""
 
 
 def conclude(path: Path) -> list[Path]:
@@ -231,7 +233,31 @@ def _vmm(rows: Sequence[Row], predictor: Predictor | None) -> list[str]:
         shown = [f"{np.median(times):.1f}" if times else "" for times in (pages, larger)]
         lines.append((call, load, *shown, f"{today:.1f}, {DRIVER[call]}"))
     head = ("call", "device", "2 MiB, µs", "larger, µs", "the catalog's, µs")
-    return ["## Calls of the driver", "", *table(head, lines)]
+    return ["## Calls of the driver", "", *table(head, lines), *_whole(rows)]
+
+
+def _whole(rows: Sequence[Row]) -> list[str]:
+    """What it takes to map and unmap all handles of a point, where there are many bytes: a layer of a model."""
+    seconds: dict[tuple[str, ...], dict[str, float]] = {}
+    for row in rows:
+        if row["bytes"] * row["count"] > LAYER_BYTES:
+            key = (str(row["count"]), f"{row['bytes'] / 2**20:.0f}", row["load"])
+            seconds.setdefault(key, {})[row["call"]] = 1e3 * row["count"] * row["latency_s"]
+    lines = [
+        (*key, f"{calls.get('map', 0.0) + calls.get('set_access', 0.0):.3g}", f"{calls.get('unmap', 0.0):.3g}")
+        for key, calls in seconds.items()
+    ]
+    head = ("handles", "MiB each", "device", "map and set access, ms", "unmap, ms")
+    return ["### A layer of a model", "", *table(head, lines)] if lines else []
+
+
+def _copy(rows: Sequence[Row], predictor: Predictor | None) -> list[str]:
+    lines = []
+    for row in rows:
+        size, seconds = row["bytes"], row["latency_s"]
+        values = (f"{size / 1e6:.0f}", f"{1e3 * seconds:.3g}", f"{size / seconds / 1e9:.3g}")
+        lines.append((row["direction"], row["host_memory"], *values))
+    return ["## Copies", "", *table(("direction", "host memory", "MB", "ms", "GB/s"), lines)]
 
 
 def _layouts(rows: Sequence[Row], predictor: Predictor | None) -> list[str]:
@@ -275,6 +301,7 @@ _SECTIONS: Mapping[str, Callable[[Sequence[Row], Predictor | None], list[str]]] 
     "step": _step,
     "host_overhead": _host,
     "vmm": _vmm,
+    "copy": _copy,
     "kv_layout": _layouts,
     "trials": _trials,
 }

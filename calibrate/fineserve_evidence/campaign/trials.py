@@ -1,4 +1,4 @@
-"""Trials of the runtime: its check, its demo, a replay of two models, and what the slab costs a step.
+"""Trials of the runtime: its check, its demo, a replay of two models, what the slab costs a step, and those of ``shapes``.
 
 Each trial runs as a process of its own with a time limit. It leaves its log in ``trials/NAME.log`` of the campaign's folder.
 """
@@ -23,7 +23,7 @@ from fineserve_calibrate.probes.schema import Unavailable
 from fineserve_evidence.campaign.items import Trial
 from fineserve_evidence.campaign.record import TRIALS
 
-LIMIT_S = 420.0
+LIMIT_S, SHAPE_LIMIT_S = 420.0, 180.0
 GRACE_S = 20.0
 """Seconds between asking a process to end and ending it by force."""
 WEIGHTS = "*.safetensors"
@@ -105,6 +105,18 @@ def _replay(model: str, out: Path, gpu: str | None) -> list[Row]:
         return _numbers(metrics(json.loads(ended(command, out / "replay.log"))))
 
 
+def _shape(name: str, lacking: str = "") -> Callable[[str, Path, str | None], list[Row]]:
+    """A trial of the part ``shapes``. ``lacking`` says what of it a CPU lacks."""
+
+    def run(model: str, out: Path, gpu: str | None) -> list[Row]:
+        if lacking and gpu is None:
+            raise Unavailable(lacking)
+        command = ["fineserve_evidence.campaign.shapes", name, model, "cuda" if gpu else "cpu"]
+        return _numbers(json.loads(ended(command, out / f"{name}.log", SHAPE_LIMIT_S).strip().splitlines()[-1]))
+
+    return run
+
+
 @contextmanager
 def _weights(folder: Path) -> Iterator[None]:
     """An empty folder. The weights of the models in it are removed at the end: gigabytes that can be drawn again."""
@@ -133,4 +145,10 @@ _TRIALS: Mapping[str, Callable[[str, Path, str | None], list[Row]]] = {
     "demo": _demo,
     "replay": _replay,
     "overhead": _overhead,
+    "ipc": _shape("ipc", "the CPU has no CUDA driver"),
+    "handles": _shape("handles", "the CPU has no CUDA driver"),
+    "nccl": _shape("nccl", "NCCL is NVIDIA's"),
+    "gloo": _shape("gloo"),
+    "graphs": _shape("graphs"),
+    "asleep": _shape("asleep", "vLLM's engines sleep on GPUs alone"),
 }
