@@ -30,7 +30,7 @@ DRIVER = {"create": "create_s", "map": "map_s", "set_access": "map_s", "unmap": 
 """The catalog's cost that each call is part of: mapping is both map and set_access, unmapping both unmap and release."""
 PAGE_BYTES = 2**21
 LAYER_BYTES = 2**28
-"""Handles of more bytes in all than this are those of a layer."""
+"""Handles of more bytes in all than this belong to a layer."""
 
 
 def conclude(path: Path) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Trials of the runtime: its check, its demo, a replay of two models, what the slab costs a step, and those of ``shapes``.
+"""Trials of the runtime: its check, its demo, a replay of two models, what the slab costs a step, and the ones of ``shapes``.
 
 Each trial runs as a process of its own with a time limit. It leaves its log in ``trials/NAME.log`` of the campaign's folder.
 """

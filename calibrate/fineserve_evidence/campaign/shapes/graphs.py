@@ -1,7 +1,7 @@
 """CUDA graphs of two shapes over one set of weights: a whole stack of layers, and its first half.
 
-All weights are views of one run of memory, in plain torch. The layers are those of a Llama in 16 bits, with random weights.
-Each computes a prompt, of several lengths. On a CPU there are no graphs, and the same calls are made anew each time.
+All weights are views of one run of memory, in plain torch. The layers have the form of a Llama's in 16 bits, with random
+weights. Each computes a prompt, of several lengths. On a CPU there are no graphs, and the same calls are made anew each time.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory that one process exports and another opens: by CUDA IPC, as the runtime does, and as VMM handles.
 
-Each process writes a byte that the other one must see. Whatever is left open ends with the process.
+Each process writes a byte that the other one must see. Handles that are left open end with the process.
 """
 
 from __future__ import annotations
