@@ -321,13 +321,15 @@ def _split(found: Played, figure: Figure) -> list[str]:
 
 
 def _incidents(found: Played) -> list[str]:
-    """How often each system told what, by trace; of drops, what they took."""
+    """How often each system told what, by trace. Of drops: how many the simulator has in their place, and what they took."""
     lines = []
     for name, runs in found.items():
         kinds = sorted({what for run in runs for what, _ in run["incidents"]})
         counts = {kind: [sum(what == kind for what, _ in run["incidents"]) for run in runs] for kind in kinds}
         lines += [f"{name}: {counts}"] if counts else []
         drops = [facts for run in runs for what, facts in run["incidents"] if what == "layers dropped"]
+        if drops:
+            lines.append(f"  simulated drops, from own steps: {[run['own steps']['drops'] for run in runs]}")
         for part in ("stop_s", "reshape_s", "deliver_s") if drops else ():
             lines.append(f"  {part}: median {1e3 * np.median([each[part] for each in drops]):.0f} ms")
     return lines

@@ -44,6 +44,9 @@ _ROWS = 400
 _LEVELS = 12
 """Into so many parts steps are divided by their tokens, sequences and cached tokens."""
 
+_COUNTERS = ("drops", "restores", "migrations")
+"""Counters of a single-model cluster that an answer has."""
+
 _UNPLAYED = {
     "sweeps": [{"name": "run", "at": {"rate_scale": 1.0}}],
     "loads": {},
@@ -315,10 +318,10 @@ class Answer:
         result = simulate(self._scenario(data))
         seen = self._past
         finish_s = np.where(result.fate == Fate.FINISHED, result.finish_s, np.nan)
-        dropped = int(np.sum(result.fate == Fate.DROPPED))
-        return self._values(result.first_token_s - seen.arrival_s + seen.front_s, finish_s, self._limits(data)) | {
-            "dropped": dropped
-        }
+        counts: dict[str, Any] = {"dropped": int(np.sum(result.fate == Fate.DROPPED))}
+        counts |= {name: int(result.counters[name]) for name in _COUNTERS if name in result.counters}
+        values = self._values(result.first_token_s - seen.arrival_s + seen.front_s, finish_s, self._limits(data))
+        return values | counts
 
     def _values(self, ttft_s: Floats, end_s: Floats, limit_s: Floats) -> dict[str, Any]:
         """Of what came until now; a median of nothing is None."""
