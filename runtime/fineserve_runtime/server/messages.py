@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from fineserve_runtime.server.answers import EventStream, whole
 from fineserve_runtime.server.asks import Ask
 from fineserve_runtime.server.errors import ApiError
-from fineserve_runtime.server.schema import ChatRequest, Given, Many, parse
+from fineserve_runtime.server.parsing import Given, Many, parse
+from fineserve_runtime.server.schema import ChatRequest
 from fineserve_runtime.server.streams import Choice
 
 _STOP_REASONS = {"length": "max_tokens"}
@@ -227,7 +228,7 @@ class MessageStream(EventStream):
     def _last_words(self) -> Iterator[str]:
         yield from ()
 
-    def _delta(self, index: int, content: dict[str, Any], found: dict[str, Any] | None, reason: str | None) -> str:
+    def _delta(self, index: int, content: dict[str, Any], beside: dict[str, Any], reason: str | None) -> str:
         events: list[str] = []
         if content.get("content"):
             if self._kind != "text":

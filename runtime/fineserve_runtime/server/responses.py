@@ -17,7 +17,8 @@ from fineserve_runtime.server.answers import EventStream, whole
 from fineserve_runtime.server.asks import Ask
 from fineserve_runtime.server.bodies import usage
 from fineserve_runtime.server.errors import ApiError
-from fineserve_runtime.server.schema import ChatRequest, Given, Many, parse
+from fineserve_runtime.server.parsing import Given, Many, parse
+from fineserve_runtime.server.schema import ChatRequest
 from fineserve_runtime.server.streams import Choice
 
 _CHATS_OWN = {"messages", "n", "best_of", "max_tokens", "max_completion_tokens", "response_format", "stream_options"}
@@ -276,7 +277,7 @@ class ResponseStream(EventStream):
     def _last_words(self) -> Iterator[str]:
         yield from ()
 
-    def _delta(self, index: int, content: dict[str, Any], found: dict[str, Any] | None, reason: str | None) -> str:
+    def _delta(self, index: int, content: dict[str, Any], beside: dict[str, Any], reason: str | None) -> str:
         events = list(self._of_text(content["content"])) if content.get("content") else []
         for call in content.get("tool_calls", ()):
             events += self._of_call(call["function"])
