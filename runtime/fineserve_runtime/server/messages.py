@@ -190,8 +190,12 @@ def _message(ask: Ask, content: list[dict[str, Any]], reason: str | None, tokens
         "content": content,
         "stop_reason": reason,
         "stop_sequence": None,
-        "usage": {"input_tokens": ask.prompt_tokens, "output_tokens": tokens},
+        "usage": _usage(ask, tokens),
     }
+
+
+def _usage(ask: Ask, tokens: int) -> dict[str, int]:
+    return {"input_tokens": ask.prompt_tokens, "output_tokens": tokens}
 
 
 def _stop_reason(reason: str | None, *, called: bool) -> str:
@@ -219,7 +223,7 @@ class MessageStream(EventStream):
         yield from self._end_block()
         reason = _stop_reason(self._reason, called=self._any_call)
         delta = {"stop_reason": reason, "stop_sequence": None}
-        yield _event("message_delta", delta=delta, usage={"output_tokens": sum(self._tokens)})
+        yield _event("message_delta", delta=delta, usage=_usage(self._ask, sum(self._tokens)))
         yield _event("message_stop")
 
     def _failure(self, problem: ApiError) -> Iterator[str]:

@@ -197,8 +197,10 @@ def _response(
 ) -> dict[str, Any]:
     """``reason``: how it ended; None: it has begun. ``tokens``: of the answer, once they are known."""
     status = _status(reason)
-    given = request.model_dump(include={"instructions", "max_output_tokens", "tools", "temperature", "top_p"})
+    given = request.model_dump(include={"instructions", "max_output_tokens", "tools"})
     return given | {
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
         "id": ask.id,
         "object": "response",
         "created_at": ask.created,
@@ -214,6 +216,8 @@ def _response(
         "text": request.text.model_dump(exclude_none=True) if request.text else {"format": {"type": "text"}},
         "previous_response_id": None,
         "store": False,
+        "background": False,
+        "truncation": "disabled",
     }
 
 
