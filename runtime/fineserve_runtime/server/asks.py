@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fineserve_runtime.jobs import Limits
-from fineserve_runtime.server.constraints import LEVELS, levels
+from fineserve_runtime.server.constraints import COUNTS, LEVELS, largest_count, levels
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.server.models import ServedName
@@ -155,6 +155,8 @@ def _check_constraint(constraint: tuple[str, str], where: str) -> None:
         )
     if levels(kind, text) > LEVELS:
         raise ApiError(400, f"a constraint may be nested {LEVELS} levels deep, this one is deeper", param=where)
+    if largest_count(kind, text) > COUNTS:
+        raise ApiError(400, f"a constraint may count to {COUNTS}, this one counts further", param=where)
 
 
 def _max_tokens(request: GenerationRequest, model: ServedName, prompt: list[int], *, chat: bool) -> int:
