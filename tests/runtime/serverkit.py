@@ -28,7 +28,6 @@ class ByteTokenizer:
         return [byte + 2 for byte in text.encode()]
 
     longest_token = 4
-    truncation_side = "right"
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
         if max(token_ids, default=0) >= 2**32:

@@ -78,8 +78,9 @@ def test_an_echo_of_what_is_no_token_is_400(here: Served) -> None:
 
 
 def test_prompts_are_truncated(here: Served) -> None:
-    assert choice(here, echo=True, truncate_prompt_tokens=2)["text"].startswith("he")
-    assert choice(here, echo=True, truncate_prompt_tokens=2, truncation_side="left")["text"].startswith("lo")
+    two = {"truncate_prompt_tokens": 2, "return_token_ids": True}
+    assert choice(here, **two)["prompt_token_ids"] == ByteTokenizer().encode("lo")
+    assert choice(here, **two, truncation_side="right")["prompt_token_ids"] == ByteTokenizer().encode("he")
     assert choice(here, prompt="x" * 600, truncate_prompt_tokens=-1)["finish_reason"] == "length"
     assert "empty" in refused(here, "prompt", truncate_prompt_tokens=0)
     refused(here, "truncate_prompt_tokens", truncate_prompt_tokens=5000)

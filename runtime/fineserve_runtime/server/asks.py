@@ -102,7 +102,7 @@ def _ask(
             model.check_sampling(sampling)
             special = not request.skip_special_tokens or (tools is not None and tools.constraint is None)
             order = Order(model.id, tuple(prompt), sampling, limits, request.priority, special=special)
-            orders.append(_told(order, request, model, text if len(prompt) == len(given) else ""))
+            orders.append(_told(order, request, model, text))
     return Ask(
         id,
         model,
@@ -135,8 +135,7 @@ def _truncated(request: GenerationRequest, model: ServedName, prompt: list[int])
     if most > model.max_model_len:
         raise model.too_long(f"truncate_prompt_tokens is {most}", "truncate_prompt_tokens")
     most = model.max_model_len - 1 if most == -1 else most
-    side = request.truncation_side or model.tokenizer.truncation_side
-    return prompt[max(0, len(prompt) - most) :] if side == "left" else prompt[:most]
+    return prompt[:most] if request.truncation_side == "right" else prompt[max(0, len(prompt) - most) :]
 
 
 def _check_places(request: GenerationRequest, prompt_tokens: int) -> None:

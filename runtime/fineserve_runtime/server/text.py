@@ -30,11 +30,6 @@ class Tokenizer(Protocol):
         """Characters of the longest token: a text of more than N times as many has more than N tokens."""
         ...
 
-    @property
-    def truncation_side(self) -> str:
-        """Where a prompt that is too long loses tokens, left or right, unless a request says so."""
-        ...
-
 
 class LocalTokenizer:
     """The tokenizer in a model's folder, through transformers; nothing is downloaded."""
@@ -70,10 +65,6 @@ class LocalTokenizer:
     @cached_property
     def longest_token(self) -> int:
         return max(map(len, self._tokenizer.get_vocab()))
-
-    @property
-    def truncation_side(self) -> str:
-        return str(self._tokenizer.truncation_side)
 
 
 class Detokenizer:
