@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -81,9 +81,17 @@ def write_file(folder: Path, engines: str) -> tuple[Path, dict[str, Any]]:
 
 class Server:
     """A running server. ``nodes``: what its devices are on, if not this machine; ``log``: where its stderr is copied to while
-    ``reads`` is set. Raises RuntimeError when it does not start."""
+    ``reads`` is set; ``changes`` to its settings. Raises RuntimeError when it does not start."""
 
-    def __init__(self, file: Path, engines: str, *, nodes: Nodes | None = None, log: Path) -> None:
+    def __init__(
+        self,
+        file: Path,
+        engines: str,
+        *,
+        nodes: Nodes | None = None,
+        log: Path,
+        changes: Mapping[str, str] | None = None,
+    ) -> None:
         self.engines, self.nodes = engines, nodes
         self._region = f"chaos-{os.getpid()}-{time.monotonic_ns() % 10**9}-"
         settings = SETTINGS | {"runtime.region_name": self._region, "runtime.region_bytes": str(REGION_BYTES[engines])}
@@ -91,6 +99,7 @@ class Server:
         settings["runtime.decisions"] = str(self._decisions)
         if nodes is not None:
             settings |= ON_RAY | {"runtime.cluster": f"{{ray: '{nodes.address}'}}"}
+        settings |= changes or {}
         program = ["-m", "fineserve_runtime", "serve"] if engines == "vllm" else [str(Path(__file__))]
         command = [sys.executable, *program, str(file)]
         for key, value in settings.items():
@@ -147,8 +156,9 @@ class Server:
             return self.nodes.actors()
         return children(self.process.pid, "spawn_main")
 
-    def rss_mb(self) -> float:
-        status = Path(f"/proc/{self.process.pid}/status").read_text(encoding="utf-8")
+    def rss_mb(self, pid: int | None = None) -> float:
+        """Resident memory of the server, or of one of its engines."""
+        status = Path(f"/proc/{pid or self.process.pid}/status").read_text(encoding="utf-8")
         found = re.search(r"VmRSS:\s+(\d+) kB", status)
         return int(found[1]) / 1024 if found else 0.0
 

@@ -119,6 +119,7 @@ class Job:
             self.sampling,
             max_tokens=self.sampling.max_tokens - done,
             min_tokens=max(0, self.sampling.min_tokens - done),
+            prompt_logprobs=None if done else self.sampling.prompt_logprobs,
         )
         return Submission(self.id, (*self.prompt, *self.generated), sampling, self.priority)
 

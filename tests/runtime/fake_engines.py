@@ -22,6 +22,7 @@ from fineserve_runtime.engines.api import (
     HostConfig,
     KvPart,
     Lent,
+    Logprobs,
     StepReport,
     Submission,
     TokenChunk,
@@ -365,7 +366,17 @@ class FakeEngine:
             reason = "length"
         if reason:
             self.running.remove(sequence)
-        return TokenChunk(sequence.submission.request_id, (token,), reason)
+        return TokenChunk(sequence.submission.request_id, (token,), reason, logprobs=_logprobs(sequence))
+
+
+def _logprobs(sequence: Sequence_) -> tuple[Logprobs, ...]:
+    """Of the newest token, and of the prompt with the first one, where they are wanted: -1, and -2 of the next id."""
+    sampling = sequence.submission.sampling
+    if sampling.logprobs is None:
+        return ()
+    first = sampling.prompt_logprobs is not None and sequence.generated == 1
+    tokens = sequence.tokens[1:] if first else sequence.tokens[-1:]
+    return tuple(((token, -1.0), (token + 1, -2.0)) for token in tokens)
 
 
 class FakeHost:

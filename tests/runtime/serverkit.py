@@ -30,11 +30,15 @@ class ByteTokenizer:
     longest_token = 4
 
     def decode(self, token_ids: Sequence[int], *, special: bool = False) -> str:
+        if max(token_ids, default=0) >= 2**32:
+            raise OverflowError("number too large to fit in target type")  # as real ones do
         return bytes(token - 2 for token in token_ids if 2 <= token < 258).decode(errors="replace")
 
     def chat(self, messages: list[dict[str, Any]], options: Mapping[str, Any]) -> str:
         if messages[0]["role"] == "untemplated":
             raise ValueError("the model has no chat template; use /v1/completions")
+        if options.get("reasoning_effort"):
+            messages = [{"role": "effort", "content": options["reasoning_effort"]}, *messages]
         return "".join(f"[{each['role']}] {each['content']}\n" for each in messages)
 
 

@@ -141,6 +141,24 @@ def test_logprobs_of_a_stream_are_those_of_the_whole(url: str) -> None:
     assert [token for part in parts if part for token in part["tokens"]] == whole["tokens"]
 
 
+def test_a_long_prompt_with_a_seed_harms_nobody(url: str) -> None:
+    """The engine died of it: vLLM sets the generator of a prompt that is not whole yet back, which raises on a CPU."""
+    options = {"prompt": "long " * 120, "seed": 7, "temperature": 1, "max_tokens": 12}
+    first = complete(url, **options)["text"]
+    assert first == complete(url, **options)["text"] != complete(url, **options | {"seed": 8})["text"]
+
+
+def test_echo_with_logprobs(url: str) -> None:
+    """As lm-eval asks for them. A prompt that goes in two steps has them all; those after a prefix are its own."""
+    whole = complete(url, prompt="long " * 120, echo=True, logprobs=1, max_tokens=1)["logprobs"]
+    assert len(whole["tokens"]) == len(whole["token_logprobs"]) == 601 and whole["token_logprobs"][0] is None
+    assert all(value <= 0 for value in whole["token_logprobs"][1:])
+    part = complete(url, prompt="long " * 20, echo=True, logprobs=1, max_tokens=0)["logprobs"]
+    assert part["tokens"] == whole["tokens"][:100]
+    for ours, theirs in zip(part["token_logprobs"][1:], whole["token_logprobs"][1:], strict=False):
+        assert math.isclose(ours, theirs, abs_tol=0.05), "kernels round by the size of the batch"
+
+
 def test_token_lists_and_words(url: str) -> None:
     free = complete(url, max_tokens=30)["text"]
     letters = list(range(40, 60))

@@ -42,6 +42,16 @@ def test_a_constraint_that_would_hold_an_engine_up_is_400(constraint: dict[str, 
         assert answer.json()["error"]["param"] == "structured_outputs"
 
 
+def test_a_schema_that_counts_too_far_is_400(idle: Served) -> None:
+    """The grammar library wrote its repetitions out for minutes, and no other request with a constraint began."""
+    for schema in ({"type": "array", "minItems": 10**9}, {"properties": {"a": {"type": "string", "maxLength": 1e9}}}):
+        answer = idle.post(COMPLETIONS, ASK | {"structured_outputs": {"json": schema}})
+        assert answer.status_code == 400, answer.text
+        assert "may count to 65536" in answer.json()["error"]["message"]
+    usual = {"type": "array", "items": {"enum": [10**9]}, "maxItems": 1000}
+    assert idle.post(COMPLETIONS, ASK | {"structured_outputs": {"json": usual}}).status_code == 200
+
+
 def test_tools_and_usual_constraints_are_taken_however_many_brackets_they_have() -> None:
     parameters = json.loads(deep_schema(50))
     tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}

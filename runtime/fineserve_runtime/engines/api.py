@@ -131,8 +131,9 @@ class HostConfig:
 class Sampling:
     """vLLM's sampling parameters, under its names. ``temperature`` 0 is greedy. ``max_tokens`` bounds the output;
     ``ignore_eos`` makes it exact. ``logprobs``: log probabilities of each token and of so many likely ones beside it.
-    ``constraint``: what kind of text is wanted (json, regex, choice, grammar, json_object) and its description, as JSON or
-    text."""
+    ``prompt_logprobs``: the same of the prompt's tokens. ``constraint``: what kind of text is wanted (json, regex, choice,
+    grammar, json_object) and its description, as JSON or text. ``cache_salt``: only requests with the same one share KV of
+    equal prompts."""
 
     max_tokens: int = 16
     temperature: float = 0.0
@@ -150,7 +151,9 @@ class Sampling:
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     constraint: tuple[str, str] | None = None
+    cache_salt: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,8 +188,8 @@ Logprobs = tuple[tuple[int, float], ...]
 
 class TokenChunk(NamedTuple):
     """The result of one step for a request. ``finish_reason`` is None while the request goes on. ``problem``: what is wrong
-    with a request that ends with "error"; ``logprobs``: one entry a token, where they were asked for; ``vector``: the whole
-    answer of an engine that embeds."""
+    with a request that ends with "error"; ``logprobs``: one entry a token, where they were asked for. The first token brings
+    the prompt's, from its second token on. ``vector``: the whole answer of an engine that embeds."""
 
     request_id: int
     token_ids: tuple[int, ...]

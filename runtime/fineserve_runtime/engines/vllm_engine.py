@@ -144,7 +144,7 @@ class SteppedCore:
             pooling_params=self._pooling() if embeds else None,
             arrival_time=self._place(submission.request_id),  # orders requests of equal priority
             lora_request=None,
-            cache_salt=None,
+            cache_salt=submission.sampling.cache_salt,
             data_parallel_rank=None,
             priority=submission.priority,
         )
@@ -362,6 +362,6 @@ class SteppedCore:
         problem = self._grammars.problem(output.request_id) if reason == "error" else ""
         if reason is not None:
             self._grammars.forget(output.request_id)
-        found = logprobs(output.new_logprobs)
+        found = logprobs(output.new_prompt_logprobs_tensors) + logprobs(output.new_logprobs)
         vector = () if output.pooling_output is None else tuple(output.pooling_output.float().tolist())
         return TokenChunk(int(output.request_id), tuple(output.new_token_ids), reason, problem, found, vector)

@@ -34,6 +34,7 @@ def vllm_sampling(sampling: Sampling, eos_token_ids: Iterable[int]) -> Any:
         logit_bias=dict(sampling.logit_bias) or None,
         allowed_token_ids=None if sampling.allowed_token_ids is None else list(sampling.allowed_token_ids),
         logprobs=sampling.logprobs,
+        prompt_logprobs=sampling.prompt_logprobs,
         structured_outputs=_structured(sampling.constraint),
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -53,7 +54,7 @@ def _structured(constraint: tuple[str, str] | None) -> Any:
 
 
 def logprobs(found: Any) -> tuple[Logprobs, ...]:
-    """The log probabilities of one output of vLLM's, a place a token; none where none were asked for."""
+    """The log probabilities of one output of vLLM's, or of its prompt, a place a token; none where none were asked for."""
     if found is None:
         return ()
     rows = zip(found.logprob_token_ids.tolist(), found.logprobs.tolist(), strict=True)

@@ -12,7 +12,7 @@ from fineserve_runtime.config import AddedModel
 from fineserve_runtime.server.doorman import ADMIN
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.models import ServedName
-from fineserve_runtime.server.schema import parse
+from fineserve_runtime.server.parsing import parse
 from fineserve_runtime.server.service import Service
 
 T = TypeVar("T")

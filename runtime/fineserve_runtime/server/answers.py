@@ -9,7 +9,7 @@ from typing import Any
 
 from fineserve_runtime.engines.api import Logprobs
 from fineserve_runtime.server.asks import Ask
-from fineserve_runtime.server.bodies import head, logprobs, usage
+from fineserve_runtime.server.bodies import head, logprobs, prompt_ids, token_ids, usage
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.streams import Choice, Piece
 from fineserve_runtime.server.tools import ToolParser, call_bodies
@@ -18,10 +18,11 @@ from fineserve_runtime.server.tools import ToolParser, call_bodies
 async def whole(ask: Ask, choices: Sequence[Choice]) -> dict[str, Any]:
     """The body of an answer. Raises ApiError as ``collect`` does."""
     parts = await collect(choices)
-    return head(ask, "chat.completion" if ask.chat else "text_completion") | {
+    body = head(ask, "chat.completion" if ask.chat else "text_completion") | {
         "choices": [_choice(ask, index, part) for index, part in enumerate(parts)],
         "usage": usage(ask.prompt_tokens, sum(part.tokens for part in parts)),
     }
+    return body | (prompt_ids(ask, 0) if ask.chat else {})
 
 
 async def collect(choices: Sequence[Choice]) -> list[Piece]:
@@ -63,7 +64,8 @@ def _choice(ask: Ask, index: int, part: Piece) -> dict[str, Any]:
                 message["tool_calls"] = call_bodies(calls, streamed=False)
                 reason = ask.tools.reason if reason == "stop" else reason
         content = {"message": message}
-    return {"index": index, **content, "logprobs": logprobs(ask, part.logprobs), "finish_reason": reason}
+    beside = token_ids(ask, part) | ({} if ask.chat else prompt_ids(ask, index))
+    return {"index": index, **content, "logprobs": logprobs(ask, part.logprobs), "finish_reason": reason} | beside
 
 
 class EventStream:
@@ -75,7 +77,8 @@ class EventStream:
         self._pieces = _merged(choices)
         self._tokens = [0] * len(choices)
         self._opened: set[int] = set()
-        self._sent = [0] * len(choices)  # characters
+        self._begun: set[int] = set()
+        self._offsets = [0] * len(choices)  # characters of the tokens told
         self._readers: list[ToolParser] | None = None
         self._called: set[int] = set()
 
@@ -132,15 +135,13 @@ class EventStream:
         deltas = []
         if self._ask.chat and index not in self._opened:
             self._opened.add(index)
-            deltas.append(self._delta(index, {"role": "assistant", "content": ""}, None, None))
+            deltas.append(self._delta(index, {"role": "assistant", "content": ""}, {"logprobs": None}, None))
         self._tokens[index] += piece.tokens
         if self._readers is not None:
             deltas += self._of_calls(index, piece, self._readers[index])
         elif piece.text or piece.finish_reason or piece.tokens:
             content = {"content": piece.text} if self._ask.chat else {"text": piece.text}
-            found = logprobs(self._ask, piece.logprobs, self._sent[index]) if piece.tokens else None
-            deltas.append(self._delta(index, content, found, piece.finish_reason))
-        self._sent[index] += len(piece.text)
+            deltas.append(self._delta(index, content, self._beside(index, piece), piece.finish_reason))
         return deltas
 
     def _of_calls(self, index: int, piece: Piece, reader: ToolParser) -> list[str]:
@@ -159,16 +160,25 @@ class EventStream:
         content: dict[str, Any] = {"content": text} if text else {}
         if calls:
             content["tool_calls"] = call_bodies(calls, streamed=True)
-        found = logprobs(self._ask, piece.logprobs, self._sent[index]) if piece.tokens else None
-        return [self._delta(index, content, found, reason)]
+        return [self._delta(index, content, self._beside(index, piece), reason)]
 
-    def _delta(self, index: int, content: dict[str, Any], found: dict[str, Any] | None, reason: str | None) -> str:
+    def _beside(self, index: int, piece: Piece) -> dict[str, Any]:
+        """What a choice has beside its text. Offsets are those of tokens: text may wait for the rest of a stop string."""
+        found = logprobs(self._ask, piece.logprobs, self._offsets[index]) if piece.tokens else None
+        if found and found.get("tokens"):
+            self._offsets[index] = found["text_offset"][-1] + len(found["tokens"][-1])
+        return {"logprobs": found} | token_ids(self._ask, piece)
+
+    def _delta(self, index: int, content: dict[str, Any], beside: dict[str, Any], reason: str | None) -> str:
         body = {"delta": content} if self._ask.chat else content
-        choice = {"index": index, **body, "logprobs": found, "finish_reason": reason}
-        counted = {}
+        choice = {"index": index, **body, **beside, "finish_reason": reason}
+        event = self._head()
+        if index not in self._begun:
+            self._begun.add(index)
+            (event if self._ask.chat else choice).update(prompt_ids(self._ask, index))
         if self._ask.usage == "each":
-            counted = {"usage": usage(len(self._ask.orders[index].prompt), self._tokens[index])}
-        return _event(self._head() | {"choices": [choice]} | counted)
+            event["usage"] = usage(len(self._ask.orders[index].prompt), self._tokens[index])
+        return _event(event | {"choices": [choice]})
 
     def _head(self) -> dict[str, Any]:
         return head(self._ask, "chat.completion.chunk" if self._ask.chat else "text_completion")

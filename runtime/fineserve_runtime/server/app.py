@@ -25,6 +25,7 @@ from fineserve_runtime.server.embeddings import EmbeddingsRequest, embeddings_as
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.messages import CountRequest, MessagesRequest, MessageStream, whole_message
 from fineserve_runtime.server.models import ServedName
+from fineserve_runtime.server.parsing import parse
 from fineserve_runtime.server.responses import ResponsesRequest, ResponseStream, whole_response
 from fineserve_runtime.server.schema import (
     ChatRequest,
@@ -32,7 +33,6 @@ from fineserve_runtime.server.schema import (
     DetokenizeRequest,
     GenerationRequest,
     TokenizeRequest,
-    parse,
 )
 from fineserve_runtime.server.service import Key, Moving, Service
 from fineserve_runtime.server.streams import Choice

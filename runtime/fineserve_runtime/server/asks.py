@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from fineserve_runtime.jobs import Limits
-from fineserve_runtime.server.constraints import LEVELS, levels
+from fineserve_runtime.server.constraints import COUNTS, LEVELS, largest_count, levels
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.server.models import ServedName
@@ -17,6 +17,8 @@ from fineserve_runtime.server.tools import ToolUse, tool_use
 
 _CONSTRAINT_CHARS = 64 * 2**10
 """Engines compile constraints."""
+
+_PROMPT_LOGPROBS = 64 * 2**10
 
 COMPLETION_TOKENS = 16
 """OpenAI's default for plain completions; a chat may fill the context."""
@@ -36,6 +38,7 @@ class Ask:
     logprobs: int | None
     tools: ToolUse | None
     created: int
+    token_ids: bool = False
 
 
 def chat_ask(request: ChatRequest, model: ServedName, request_id: str, limits: Limits, bounds: HttpLimits) -> Ask:
@@ -43,7 +46,7 @@ def chat_ask(request: ChatRequest, model: ServedName, request_id: str, limits: L
     request.check(bounds)
     tools = tool_use(request, model.tool_parser)
     options = {
-        **(request.chat_template_kwargs or {}),
+        **request.template_variables,
         **({"tools": tools.template} if tools else {}),
         "add_generation_prompt": request.add_generation_prompt,
         "continue_final_message": request.continue_final_message,
@@ -57,8 +60,6 @@ def completion_ask(
 ) -> Ask:
     """Raises ApiError for what cannot be answered."""
     request.check(bounds)
-    if request.echo and request.logprobs is not None:
-        raise ApiError(400, "echo with logprobs is not supported by this server", param="echo", code="unsupported")
     given = request.prompts()
     _check_count(len(given) * request.n, bounds)
     prompts = []
@@ -67,7 +68,7 @@ def completion_ask(
             model.check_length(len(each), "prompt")
             prompts.append((model.tokenizer.encode(each, special=request.add_special_tokens), each))
         else:
-            prompts.append((each, model.tokenizer.decode(each) if request.echo else ""))
+            prompts.append((each, ""))
     return _ask(request, model, prompts, f"cmpl-{request_id}", limits, bounds)
 
 
@@ -92,28 +93,57 @@ def _ask(
     if constraint:
         _check_constraint(constraint, "tools" if tools else "structured_outputs")
     orders = []
-    for prompt, text in prompts:
+    for given, text in prompts:
+        prompt = _truncated(request, model, given)
         max_tokens = _max_tokens(request, model, prompt, chat=chat)
+        _check_places(request, len(prompt))
         for choice in range(request.n):
             sampling = request.sampling(max_tokens, choice, bad_words, constraint)
             model.check_sampling(sampling)
-            orders.append(
-                Order(
-                    model.id,
-                    tuple(prompt),
-                    sampling,
-                    limits,
-                    request.priority,
-                    request.stops,
-                    request.include_stop_str_in_output,
-                    not request.skip_special_tokens or (tools is not None and tools.constraint is None),
-                    text if isinstance(request, CompletionRequest) and request.echo else "",
-                )
-            )
-    usage = request.stream_options.usage if request.stream_options else "none"
-    tokens = sum(len(prompt) for prompt, _ in prompts)
-    wanted = request.wanted_logprobs
-    return Ask(id, model, orders, tokens, chat, request.stream, usage, wanted, tools, int(time.time()))
+            special = not request.skip_special_tokens or (tools is not None and tools.constraint is None)
+            order = Order(model.id, tuple(prompt), sampling, limits, request.priority, special=special)
+            orders.append(_told(order, request, model, text))
+    return Ask(
+        id,
+        model,
+        orders,
+        sum(len(order.prompt) for order in orders[:: request.n]),
+        chat,
+        request.stream,
+        request.stream_options.usage if request.stream_options else "none",
+        request.wanted_logprobs,
+        tools,
+        int(time.time()),
+        request.return_token_ids,
+    )
+
+
+def _told(order: Order, request: GenerationRequest, model: ServedName, text: str) -> Order:
+    """The order with what its client is told beside the tokens that come: where the text ends, and an echo of the prompt.
+    ``text`` of the prompt, where it is known. With the prompt's token ids, vLLM echoes no text."""
+    if isinstance(request, CompletionRequest) and request.echo:
+        echo = "" if request.return_token_ids else text or model.tokenizer.decode(order.prompt)
+        order = order._replace(echo=echo, only_echo=request.max_tokens == 0)
+    return order._replace(stops=request.stops, keep_stop=request.include_stop_str_in_output)
+
+
+def _truncated(request: GenerationRequest, model: ServedName, prompt: list[int]) -> list[int]:
+    """The prompt, or the part of it that ``truncate_prompt_tokens`` leaves; -1: what fits."""
+    most = request.truncate_prompt_tokens
+    if most is None:
+        return prompt
+    if most > model.max_model_len:
+        raise model.too_long(f"truncate_prompt_tokens is {most}", "truncate_prompt_tokens")
+    most = model.max_model_len - 1 if most == -1 else most
+    return prompt[:most] if request.truncation_side == "right" else prompt[max(0, len(prompt) - most) :]
+
+
+def _check_places(request: GenerationRequest, prompt_tokens: int) -> None:
+    """Log probabilities of a long prompt are many numbers, and the server writes them in one go."""
+    alternatives = request.wanted_prompt_logprobs
+    if alternatives is not None and (places := prompt_tokens * (1 + alternatives) * request.n) > _PROMPT_LOGPROBS:
+        problem = f"echo with logprobs has {places} log probabilities of the prompt, more than {_PROMPT_LOGPROBS}"
+        raise ApiError(400, problem, param="logprobs")
 
 
 def _check_constraint(constraint: tuple[str, str], where: str) -> None:
@@ -124,6 +154,8 @@ def _check_constraint(constraint: tuple[str, str], where: str) -> None:
         )
     if levels(kind, text) > LEVELS:
         raise ApiError(400, f"a constraint may be nested {LEVELS} levels deep, this one is deeper", param=where)
+    if largest_count(kind, text) > COUNTS:
+        raise ApiError(400, f"a constraint may count to {COUNTS}, this one counts further", param=where)
 
 
 def _max_tokens(request: GenerationRequest, model: ServedName, prompt: list[int], *, chat: bool) -> int:
@@ -135,6 +167,8 @@ def _max_tokens(request: GenerationRequest, model: ServedName, prompt: list[int]
     if room < 1:
         raise model.too_long(f"the prompt has {len(prompt)}", where)
     wanted = request.limit or (room if chat else min(room, COMPLETION_TOKENS))
+    if request.truncate_prompt_tokens is not None:
+        return min(wanted, room)
     if wanted > room:
         raise model.too_long(f"the prompt has {len(prompt)} and {wanted} more were asked for", "max_tokens")
     return wanted

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+from fineserve_runtime import __version__
 from fineserve_runtime.engines.api import Logprobs
 from fineserve_runtime.server.asks import Ask
+from fineserve_runtime.server.streams import Piece
+
+_FINGERPRINT = f"fineserve-{__version__}"
 
 
 def head(ask: Ask, kind: str) -> dict[str, Any]:
-    return {"id": ask.id, "object": kind, "created": ask.created, "model": ask.model.id}
+    named = {"id": ask.id, "object": kind, "created": ask.created, "model": ask.model.id}
+    return named | {"system_fingerprint": _FINGERPRINT}
 
 
 def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
@@ -23,6 +29,16 @@ def logprobs(ask: Ask, found: Sequence[Logprobs], text_offset: int = 0) -> dict[
     if ask.logprobs is None:
         return None
     return _chat_logprobs(ask, found) if ask.chat else _completion_logprobs(ask, found, text_offset)
+
+
+def token_ids(ask: Ask, piece: Piece) -> dict[str, Any]:
+    """Those of the answer, where they are wanted."""
+    return {"token_ids": list(piece.token_ids)} if ask.token_ids else {}
+
+
+def prompt_ids(ask: Ask, index: int) -> dict[str, Any]:
+    """Those of the prompt of a choice, where they are wanted."""
+    return {"prompt_token_ids": list(ask.orders[index].prompt)} if ask.token_ids else {}
 
 
 def _chat_logprobs(ask: Ask, found: Sequence[Logprobs]) -> dict[str, Any]:
@@ -45,13 +61,18 @@ def _completion_logprobs(ask: Ask, found: Sequence[Logprobs], text_offset: int) 
     for text in tokens:
         offsets.append(text_offset)
         text_offset += len(text)
-    top = [{_text(ask, token): max(value, _LEAST) for token, value in places[1 : 1 + wanted]} for places in found]
+    top = [_alternatives(ask, places[1 : 1 + wanted]) for places in found]
     return {
         "tokens": tokens,
-        "token_logprobs": [max(places[0][1], _LEAST) for places in found],
+        "token_logprobs": [None if math.isnan(places[0][1]) else max(places[0][1], _LEAST) for places in found],
         "top_logprobs": top if wanted else None,
         "text_offset": offsets,
     }
+
+
+def _alternatives(ask: Ask, places: Logprobs) -> dict[str, float] | None:
+    """None at the beginning of a prompt."""
+    return {_text(ask, token): max(value, _LEAST) for token, value in places} or None
 
 
 _LEAST = -9999.0

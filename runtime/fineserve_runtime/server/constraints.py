@@ -7,6 +7,12 @@ import json
 import math
 from typing import Any
 
+COUNTS = 64 * 2**10
+"""The most that a JSON schema may count to. The library writes repetitions out: for 10**9 items it takes minutes, and a request
+that cannot be ended holds up all others with constraints."""
+
+_COUNTING = {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
+
 LEVELS = 64
 """With so many it takes seconds at most for what fits into a constraint, beside the engine's own thread (vllm_grammars.py)."""
 
@@ -35,6 +41,20 @@ def _values(value: Any) -> int:
         here = [part for each in here for part in _parts(each)]
         levels += bool(here)
     return max(levels, deepest)
+
+
+def largest_count(kind: str, text: str) -> float:
+    """The largest number of items, characters or properties that a JSON schema has; 0 for other constraints."""
+    try:
+        here = [json.loads(text)] if kind == "json" else []
+    except (ValueError, RecursionError):
+        return 0
+    largest = 0.0
+    while here:
+        counts = [each[key] for each in here if isinstance(each, dict) for key in _COUNTING & each.keys()]
+        largest = max([largest, *(count for count in counts if isinstance(count, int | float))])
+        here = [part for each in here for part in _parts(each)]
+    return largest
 
 
 def _parts(value: Any) -> list[Any]:

@@ -17,7 +17,7 @@ from fineserve_runtime.server.asks import Ask
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.limits import HttpLimits
 from fineserve_runtime.server.models import ServedName
-from fineserve_runtime.server.schema import Given, Many, TokenIds
+from fineserve_runtime.server.parsing import Given, Many, TokenIds
 from fineserve_runtime.server.streams import Choice, Order
 
 _ONE_TOKEN = Sampling(max_tokens=1)

@@ -15,7 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from fineserve_runtime.server.answers import EventStream, whole
 from fineserve_runtime.server.asks import Ask
 from fineserve_runtime.server.errors import ApiError
-from fineserve_runtime.server.schema import ChatRequest, Given, Many, parse
+from fineserve_runtime.server.parsing import Given, Many, parse
+from fineserve_runtime.server.schema import ChatRequest
 from fineserve_runtime.server.streams import Choice
 
 _STOP_REASONS = {"length": "max_tokens"}
@@ -189,8 +190,12 @@ def _message(ask: Ask, content: list[dict[str, Any]], reason: str | None, tokens
         "content": content,
         "stop_reason": reason,
         "stop_sequence": None,
-        "usage": {"input_tokens": ask.prompt_tokens, "output_tokens": tokens},
+        "usage": _usage(ask, tokens),
     }
+
+
+def _usage(ask: Ask, tokens: int) -> dict[str, int]:
+    return {"input_tokens": ask.prompt_tokens, "output_tokens": tokens}
 
 
 def _stop_reason(reason: str | None, *, called: bool) -> str:
@@ -218,7 +223,7 @@ class MessageStream(EventStream):
         yield from self._end_block()
         reason = _stop_reason(self._reason, called=self._any_call)
         delta = {"stop_reason": reason, "stop_sequence": None}
-        yield _event("message_delta", delta=delta, usage={"output_tokens": sum(self._tokens)})
+        yield _event("message_delta", delta=delta, usage=_usage(self._ask, sum(self._tokens)))
         yield _event("message_stop")
 
     def _failure(self, problem: ApiError) -> Iterator[str]:
@@ -227,7 +232,7 @@ class MessageStream(EventStream):
     def _last_words(self) -> Iterator[str]:
         yield from ()
 
-    def _delta(self, index: int, content: dict[str, Any], found: dict[str, Any] | None, reason: str | None) -> str:
+    def _delta(self, index: int, content: dict[str, Any], beside: dict[str, Any], reason: str | None) -> str:
         events: list[str] = []
         if content.get("content"):
             if self._kind != "text":

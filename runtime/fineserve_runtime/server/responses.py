@@ -17,7 +17,8 @@ from fineserve_runtime.server.answers import EventStream, whole
 from fineserve_runtime.server.asks import Ask
 from fineserve_runtime.server.bodies import usage
 from fineserve_runtime.server.errors import ApiError
-from fineserve_runtime.server.schema import ChatRequest, Given, Many, parse
+from fineserve_runtime.server.parsing import Given, Many, parse
+from fineserve_runtime.server.schema import ChatRequest
 from fineserve_runtime.server.streams import Choice
 
 _CHATS_OWN = {"messages", "n", "best_of", "max_tokens", "max_completion_tokens", "response_format", "stream_options"}
@@ -196,8 +197,10 @@ def _response(
 ) -> dict[str, Any]:
     """``reason``: how it ended; None: it has begun. ``tokens``: of the answer, once they are known."""
     status = _status(reason)
-    given = request.model_dump(include={"instructions", "max_output_tokens", "tools", "temperature", "top_p"})
+    given = request.model_dump(include={"instructions", "max_output_tokens", "tools"})
     return given | {
+        "temperature": 1.0 if request.temperature is None else request.temperature,
+        "top_p": 1.0 if request.top_p is None else request.top_p,
         "id": ask.id,
         "object": "response",
         "created_at": ask.created,
@@ -213,6 +216,8 @@ def _response(
         "text": request.text.model_dump(exclude_none=True) if request.text else {"format": {"type": "text"}},
         "previous_response_id": None,
         "store": False,
+        "background": False,
+        "truncation": "disabled",
     }
 
 
@@ -276,7 +281,7 @@ class ResponseStream(EventStream):
     def _last_words(self) -> Iterator[str]:
         yield from ()
 
-    def _delta(self, index: int, content: dict[str, Any], found: dict[str, Any] | None, reason: str | None) -> str:
+    def _delta(self, index: int, content: dict[str, Any], beside: dict[str, Any], reason: str | None) -> str:
         events = list(self._of_text(content["content"])) if content.get("content") else []
         for call in content.get("tool_calls", ()):
             events += self._of_call(call["function"])

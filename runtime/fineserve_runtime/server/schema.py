@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sized
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from pydantic_core import ErrorDetails, PydanticUseDefault
+from pydantic import BaseModel, ConfigDict, Field
 
 from fineserve_runtime.engines.api import Sampling
 from fineserve_runtime.server.errors import ApiError
 from fineserve_runtime.server.limits import HttpLimits
-
-B = TypeVar("B", bound=BaseModel)
-T = TypeVar("T")
+from fineserve_runtime.server.parsing import Given, Many, TokenIds
+from fineserve_runtime.server.structured import ResponseFormat, StructuredOutputs
 
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
-"""Options of OpenAI's that do not change an answer here, whatever their value."""
+_WITHOUT_EFFECT |= {"session_id", "include_reasoning", "vllm_xargs"}
+"""Options of OpenAI's and vLLM's that do not change an answer here, whatever their value."""
 
 _OFF: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
@@ -27,6 +26,10 @@ _OFF: dict[str, tuple[Any, ...]] = {
     "function_call": ("none",),
     "modalities": (["text"],),
     "n_predict": (),
+    "spaces_between_special_tokens": (True,),
+    "logprob_token_ids": ([],),
+    "return_tokens_as_token_ids": (False,),
+    "documents": ([],),
 }
 """Values with which an option that is not here changes nothing."""
 
@@ -43,51 +46,6 @@ _TOKENIZERS_OWN = {
     "tokenizer_kwargs",
 }
 """Parameters of ``apply_chat_template`` beside the variables of the template: they are the server's to set."""
-
-Many = Annotated[list[T], Field(fail_fast=True)]
-"""A list that is refused for its first wrong entry. A million wrong entries would cost a kilobyte each, and the event loop
-seconds."""
-
-TokenIds = Many[Annotated[int, Field(ge=0)]]
-
-
-def _no_null(value: T | None) -> T:
-    if value is None:
-        raise PydanticUseDefault
-    return value
-
-
-Given = Annotated[T, BeforeValidator(_no_null)]
-"""An option for which null is the same as leaving it out, as OpenAI has it."""
-
-
-def parse(kind: type[B], raw: bytes) -> B:
-    """The body of a request. Raises ApiError, which names the field. JSON that no text can be (lone surrogates) is no JSON."""
-    try:
-        return kind.model_validate_json(raw)
-    except ValidationError as problem:
-        errors = problem.errors(include_url=False, include_input=False)
-    if errors[0]["type"] == "json_invalid":
-        raise ApiError(400, f"the body is no JSON: {errors[0]['msg']}")
-    body = json.loads(raw)
-    places = [_place(each, body) for each in errors]
-    where = max(places, key=len)  # of the kinds of value that were tried, that which went furthest
-    param = ".".join(str(part) for part in where) or None
-    raise ApiError(400, f"{param or 'body'}: {errors[places.index(where)]['msg']}", param=param)
-
-
-def _place(error: ErrorDetails, body: Any) -> list[int | str]:
-    """Where in the body that is, without the kinds of value that were tried there."""
-    found = error["loc"]
-    absent = found[-1:] if error["type"] == "missing" else ()
-    place: list[int | str] = []
-    for part in found[: len(found) - len(absent)]:
-        if part in body if isinstance(body, dict) else isinstance(body, list) and part in range(len(body)):
-            body = body[part]
-            place.append(part)
-    unknown = [error["ctx"]["key"]] if error["type"] == "unknown_key" else []
-    return [*place, *absent, *unknown]
-
 
 Usage = Literal["none", "last", "each"]
 """Which chunks of a stream count tokens: an additional last one, or each one as well."""
@@ -110,47 +68,6 @@ class StreamOptions(BaseModel):
         return "each" if self.continuous_usage_stats else "last"
 
 
-class StructuredOutputs(BaseModel):
-    """vLLM's constraints, of which one is given."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    json_: Annotated[str | dict[str, Any] | None, Field(alias="json")] = None
-    regex: str | None = None
-    choice: Many[str] | None = None
-    grammar: str | None = None
-    json_object: bool | None = None
-
-    def constraint(self) -> tuple[str, str]:
-        """Raises ApiError unless there is one."""
-        given = {name: value for name, value in self.model_dump(by_alias=True).items() if value not in (None, False)}
-        if len(given) != 1:
-            what = " and ".join(given) or "none"
-            raise ApiError(400, f"structured_outputs needs one constraint, it has {what}", param="structured_outputs")
-        ((kind, value),) = given.items()
-        return kind, value if isinstance(value, str) else json.dumps(value)
-
-
-class JsonSchema(BaseModel):
-    """``strict`` is what every schema is here."""
-
-    name: str = ""
-    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
-
-
-class ResponseFormat(BaseModel):
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    def constraint(self) -> tuple[str, str] | None:
-        """Raises ApiError for a schema that is not there."""
-        if self.type == "json_schema":
-            if self.json_schema is None or self.json_schema.schema_ is None:
-                raise ApiError(400, "response_format json_schema needs json_schema.schema", param="response_format")
-            return "json", json.dumps(self.json_schema.schema_)
-        return ("json_object", "true") if self.type == "json_object" else None
-
-
 class GenerationRequest(BaseModel):
     """What chat and plain completions have in common."""
 
@@ -170,7 +87,7 @@ class GenerationRequest(BaseModel):
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] | None = None
     presence_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
     frequency_penalty: Annotated[float | None, Field(ge=-2, le=2)] = None
-    repetition_penalty: Annotated[float | None, Field(gt=0, le=2)] = None
+    repetition_penalty: Annotated[float | None, Field(gt=0, allow_inf_nan=False)] = None
     stop: str | Many[str] | None = None
     stop_token_ids: TokenIds | None = None
     ignore_eos: Given[bool] = False
@@ -182,6 +99,10 @@ class GenerationRequest(BaseModel):
     skip_special_tokens: Given[bool] = True
     include_stop_str_in_output: Given[bool] = False
     priority: Given[Annotated[int, Field(ge=-1000, le=1000)]] = 0
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
+    truncation_side: Literal["left", "right"] | None = None
+    return_token_ids: Given[bool] = False
+    cache_salt: Annotated[str, Field(pattern=r"^[^@/\\\x00]{1,128}$")] | None = None
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -195,6 +116,11 @@ class GenerationRequest(BaseModel):
     @property
     def wanted_logprobs(self) -> int | None:
         """How many alternatives are wanted beside each token's own; None: not even that."""
+        return None
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
         return None
 
     def check(self, limits: HttpLimits) -> None:
@@ -251,7 +177,9 @@ class GenerationRequest(BaseModel):
             allowed_token_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
             bad_words_token_ids=bad_words,
             logprobs=self.wanted_logprobs,
+            prompt_logprobs=self.wanted_prompt_logprobs,
             constraint=constraint,
+            cache_salt=self.cache_salt,
         )
 
 
@@ -260,14 +188,30 @@ def _or(value: float | None, default: float) -> float:
 
 
 class CompletionRequest(GenerationRequest):
+    """``max_tokens`` 0 is for the log probabilities of the prompt: it is echoed, and nothing else."""
+
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     prompt: str | Many[str] | Many[int] | Many[Many[int]]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     echo: Given[bool] = False
     add_special_tokens: Given[bool] = True
 
     @property
+    def limit(self) -> int | None:
+        return 1 if self.max_tokens == 0 else self.max_tokens
+
+    @property
     def wanted_logprobs(self) -> int | None:
         return self.logprobs
+
+    @property
+    def wanted_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo else None
+
+    def check(self, limits: HttpLimits) -> None:
+        super().check(limits)
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError(400, "max_tokens must be at least 1 without echo", param="max_tokens")
 
     def prompts(self) -> list[str] | list[list[int]]:
         """Raises ApiError when there is none."""
@@ -347,6 +291,7 @@ class ChatRequest(GenerationRequest):
     add_generation_prompt: Given[bool] = True
     continue_final_message: Given[bool] = False
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
     tools: Many[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -358,6 +303,14 @@ class ChatRequest(GenerationRequest):
     @property
     def wanted_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Those of the client. Templates that can think, or not, know two words for it."""
+        given = self.chat_template_kwargs or {}
+        if self.reasoning_effort is None:
+            return given
+        return {"enable_thinking": self.reasoning_effort != "none", **given, "reasoning_effort": self.reasoning_effort}
 
     def check(self, limits: HttpLimits) -> None:
         super().check(limits)

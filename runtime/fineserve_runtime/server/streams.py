@@ -28,9 +28,10 @@ class Piece(NamedTuple):
 
 
 class Order(NamedTuple):
-    """One choice that is asked for. ``echo`` is put before its text; ``keep_stop``: the stop string belongs to the text;
-    ``special``: so do special tokens. ``trace``: the client's ``traceparent``; ``came_s``: when the request was here, on the
-    monotonic clock; ``held_s``: so long its model moved meanwhile."""
+    """One choice that is asked for. ``echo`` is put before its text; ``only_echo``: nothing else is told of it.
+    ``keep_stop``: the stop string belongs to the text; ``special``: so do special tokens. ``trace``: the client's
+    ``traceparent``; ``came_s``: when the request was here, on the monotonic clock; ``held_s``: so long its model moved
+    meanwhile."""
 
     model: str
     prompt: tuple[int, ...]
@@ -41,6 +42,7 @@ class Order(NamedTuple):
     keep_stop: bool = False
     special: bool = False
     echo: str = ""
+    only_echo: bool = False
     trace: str | None = None
     came_s: float = math.inf
     held_s: float = 0.0
@@ -121,7 +123,7 @@ class Choice:
 
     async def pieces(self) -> AsyncIterator[Piece]:
         """Raises ApiError when the request is refused or fails."""
-        echo = self._order.echo
+        first = True
         try:
             while True:
                 item = await self._mailbox.news.get()
@@ -130,14 +132,28 @@ class Choice:
                     if item.kind != "finished":
                         raise unfinished(item)
                     text = self._stops.feed(self._detokenizer.rest()) + self._stops.rest()
-                    yield Piece(echo + text, 0, "stop" if self._stops.hit else item.reason, vector=item.vector)
+                    reason = "stop" if self._stops.hit else item.reason
+                    yield self._with_prompt(Piece(text, 0, reason, vector=item.vector), first)
                     return
-                text = echo + self._stops.feed(self._detokenizer.feed(item.token_ids))
-                echo = ""
+                text = self._stops.feed(self._detokenizer.feed(item.token_ids))
+                piece = Piece(text, len(item.token_ids), None, item.logprobs, item.token_ids)
                 if self._stops.hit:
                     self._leave(self._driver.complete)
-                    yield Piece(text, len(item.token_ids), "stop", item.logprobs, item.token_ids)
+                    yield self._with_prompt(piece._replace(finish_reason="stop"), first)
                     return
-                yield Piece(text, len(item.token_ids), None, item.logprobs, item.token_ids)
+                yield self._with_prompt(piece, first)
+                first = False
         finally:
             self.abort()
+
+    def _with_prompt(self, piece: Piece, first: bool) -> Piece:
+        """The piece as it is told: the prompt before the first one, where it is echoed. A prompt's first token has no
+        probability, and an engine that goes on for another says those of the prompt again."""
+        order, places = self._order, piece.logprobs
+        if order.sampling.prompt_logprobs is not None and piece.tokens:
+            prompt, own = places[: -piece.tokens], places[-piece.tokens :]
+            places = (((order.prompt[0], math.nan),), *prompt, *own) if first else own
+        if order.only_echo:
+            piece = piece._replace(text="", token_ids=())
+            places = places[: len(order.prompt)] if first else ()
+        return piece._replace(text=order.echo + piece.text if first else piece.text, logprobs=places)

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from fineserve_runtime.server.admin import operated
 from fineserve_runtime.server.doorman import ADMIN
-from fineserve_runtime.server.schema import parse
+from fineserve_runtime.server.parsing import parse
 from fineserve_runtime.server.service import ModelRoster, Service
 from fineserve_runtime.twin import Question, Twin
 from fineserve_sim.experiment.file.schema import Strict
