@@ -3,8 +3,8 @@
     python benchmarks/fuzz.py FOLDER [--requests N] [--seeds N] [--first-seed N] [--batch N] [--calm S] [--show SEED NUMBER]
 
 A seed is a server of its own and so many requests, which are for one of its two models. A client of the other one times its
-tokens meanwhile, and before, while nobody else asks. Engines are processes, weights lie in the region, and freed memory is
-poisoned. After each batch the control's greedy texts are compared with those of the start, and memory is read.
+tokens meanwhile, and before, while no other client asks. Engines are processes, weights lie in the region, and freed memory is
+poisoned. After each batch the control's greedy texts are compared with the start's, and memory is read.
 
 Exit code 1 where a bound is broken:
 
@@ -49,7 +49,7 @@ CHANGES = {
     "models.0.ttft_slo_s": "60.0",
     "models.1.ttft_slo_s": "60.0",
 }
-"""Changes to the chaos campaign's settings: there is room for all, and nobody is refused because the machine is busy."""
+"""Changes to the chaos campaign's settings: there is room for all, and no request is refused because the machine is busy."""
 
 _REPORTED = 20
 

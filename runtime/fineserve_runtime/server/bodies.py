@@ -32,12 +32,12 @@ def logprobs(ask: Ask, found: Sequence[Logprobs], text_offset: int = 0) -> dict[
 
 
 def token_ids(ask: Ask, piece: Piece) -> dict[str, Any]:
-    """Those of the answer, where they are wanted."""
+    """Token ids of the answer, where they are wanted."""
     return {"token_ids": list(piece.token_ids)} if ask.token_ids else {}
 
 
 def prompt_ids(ask: Ask, index: int) -> dict[str, Any]:
-    """Those of the prompt of a choice, where they are wanted."""
+    """Token ids of the prompt of a choice, where they are wanted."""
     return {"prompt_token_ids": list(ask.orders[index].prompt)} if ask.token_ids else {}
 
 

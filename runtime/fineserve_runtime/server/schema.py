@@ -306,7 +306,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Those of the client. Templates that can think, or not, know two words for it."""
+        """The client's variables of the template. Templates that can think, or not, know two words for it."""
         given = self.chat_template_kwargs or {}
         if self.reasoning_effort is None:
             return given
