@@ -123,7 +123,7 @@ def _bursts(model: int, now_s: float) -> float:
 
 def _by_turns(model: int, now_s: float) -> float:
     """Each model is asked for half of the time, two at any moment."""
-    return 3.0 if (now_s / 24 + model / 4) % 1 < 0.5 else 0.0
+    return 1.6 if (now_s / 24 + model / 4) % 1 < 0.5 else 0.0
 
 
 FIGURES = {
@@ -159,7 +159,7 @@ FIGURES = {
         region_bytes=700 * 32768,
         slo_s=0.5,
         rate=_by_turns,
-        most_per_s=3.0,
+        most_per_s=1.6,
         prompt=(3.9, 0.5, 16, 160),
         output=(5.0, 0.3, 64, 256),
     ),
