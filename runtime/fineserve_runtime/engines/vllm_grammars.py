@@ -1,8 +1,9 @@
 """Grammars of constrained requests beside the thread that steps the engine, and within a budget.
 
 vLLM checks a constraint and makes a matcher of it, which takes seconds for some: a thread of low priority does both here,
-while the request waits in vLLM's scheduler. In each step the matcher then says which tokens may follow. For an ambiguous
-grammar that takes longer and longer, and every request of the batch waits for it.
+while the request waits in vLLM's scheduler. Nothing can stop the library once it compiles, so a thread that takes too long is
+left to itself, and another one serves the next requests. In each step the matcher then says which tokens may follow. For an
+ambiguous grammar that takes longer and longer, and every request of the batch waits for it.
 """
 
 from __future__ import annotations
@@ -23,11 +24,17 @@ from fineserve_runtime.engines.loop import one_line
 FREE_S, TOKEN_S = 0.5, 0.005
 """Processor time that the matcher of a request may take: so much, and so much more for each token."""
 
-_THREADS = 2
+COMPILE_S = 20.0
+"""After so long a constraint is given up before its matcher is there."""
+
+_THREADS, _LEFT = 2, 4
+"""Makers of grammars, and how many of them may be left to constraints that were given up."""
+
 _NICE = 10
 """Makers of grammars give way to the thread that steps."""
 
 _NO_TOKEN = "the constraint and the other options of the request leave no token"
+_UNMADE = f"the constraint takes too long to compile: more than {COMPILE_S:g} s"
 _TOO_SLOW = f"the constraint takes too long to follow: more than {1000 * TOKEN_S:g} ms a token"
 
 
@@ -85,7 +92,9 @@ class Grammars:
         self._requests: dict[str, Any] = {}
         self._orders: SimpleQueue[Any] = SimpleQueue()
         self._first = threading.Lock()
+        self._making: dict[threading.Thread, tuple[str, float]] = {}  # request, and since when
         self._threads: list[threading.Thread] = []
+        self._left: list[threading.Thread] = []
 
     def problem(self, request_id: str) -> str:
         """Why vLLM gave the request up; nothing for one without a constraint."""
@@ -98,7 +107,22 @@ class Grammars:
     def too_slow(self) -> list[tuple[str, str]]:
         """Requests over their budget, and what to tell them."""
         of = {id: request.structured_output_request.grammar for id, request in self._requests.items()}
-        return [(id, _TOO_SLOW) for id, grammar in of.items() if isinstance(grammar, TimedGrammar) and grammar.too_slow]
+        slow = [(id, _TOO_SLOW) for id, grammar in of.items() if isinstance(grammar, TimedGrammar) and grammar.too_slow]
+        return slow + [(id, _UNMADE) for id in self._given_up(time.monotonic())]
+
+    def _given_up(self, now_s: float) -> list[str]:
+        """Requests whose constraint is still compiled after ``COMPILE_S``; new threads take the place of their makers'."""
+        self._left = [thread for thread in self._left if thread.is_alive()]
+        found = []
+        for thread, (request_id, begun_s) in list(self._making.items()):
+            late = request_id in self._requests and now_s - begun_s > COMPILE_S
+            if late and thread in self._threads and len(self._left) < _LEFT:
+                self._threads.remove(thread)
+                self._left.append(thread)
+                found.append(request_id)
+        if found:
+            self._start()
+        return found
 
     def forget(self, request_id: str) -> None:
         self._requests.pop(request_id, None)
@@ -111,17 +135,23 @@ class Grammars:
         """The request waits in the scheduler until it has a grammar, or an exception in its place."""
         self._requests[request.request_id] = request
         request.structured_output_request.grammar = Future()
+        self._start()
+        self._orders.put(request)
+
+    def _start(self) -> None:
         while len(self._threads) < _THREADS:
             self._threads.append(threading.Thread(target=self._run, name="grammars", daemon=True))
             self._threads[-1].start()
-        self._orders.put(request)
 
     def _run(self) -> None:
         with contextlib.suppress(OSError, AttributeError):  # threads that it starts are as patient
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        while (request := self._orders.get()) is not None:
+        me = threading.current_thread()
+        while me not in self._left and (request := self._orders.get()) is not None:
             if request.request_id in self._requests:
+                self._making[me] = request.request_id, time.monotonic()
                 self._make(request)
+                del self._making[me]
 
     def _make(self, request: Any) -> None:
         """``_init`` makes the library's backend for the first one."""

@@ -100,6 +100,33 @@ def test_a_request_that_left_while_its_constraint_was_checked_leaves_nothing(
     assert host.engines[0].drain(60) and heard.reasons[0, 1] == "abort"
 
 
+def test_constraints_that_compile_for_ever_end_and_hold_up_no_others(
+    start: Callable[..., tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of them held both threads, and any other constraint waited until the request's own time was over."""
+    from fineserve_runtime.engines import vllm_grammars
+
+    compiled, make = Event(), vllm_grammars.Grammars._make
+
+    def slow(grammars: Any, request: Any) -> None:
+        if request.sampling_params.max_tokens == 77:
+            assert compiled.wait(120)
+        make(grammars, request)
+
+    monkeypatch.setattr(vllm_grammars.Grammars, "_make", slow)
+    monkeypatch.setattr(vllm_grammars, "COMPILE_S", 0.2)
+    host, heard = start(BF16)
+    for number in range(3):
+        host.engines[0].submit(Submission(number, (5, 6, 7), Sampling(max_tokens=77, constraint=YES)))
+    assert host.engines[0].drain(60)
+    assert {heard.reasons[0, number] for number in range(3)} == {"error"}
+    assert all("takes too long to compile" in problems(heard)[number] for number in range(3))
+    monkeypatch.setattr(vllm_grammars, "COMPILE_S", 60.0)
+    host.engines[0].submit(Submission(3, (5, 6, 7), Sampling(max_tokens=16, constraint=YES)))
+    assert host.engines[0].drain(60) and heard.reasons[0, 3] == "stop"
+    compiled.set()
+
+
 def test_a_constraint_that_takes_too_long_to_follow_ends_its_request(
     start: Callable[..., tuple[Any, Any]], same_tokens: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
