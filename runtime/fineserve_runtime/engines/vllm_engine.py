@@ -35,8 +35,9 @@ ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 """Set before vllm is imported, where the user has not set them. Engine cores run in process, nothing is fetched or sent, and
-compiled grammars are kept up to 16 MB by the library's count, which is half of what they take. An engine has one thread: two threads of two engines on two cores turn steps of 3 ms
-into 50. It runs on any free core; else vLLM wants a NUMA node a rank."""
+compiled grammars are kept up to 16 MB by the library's count, which is half of what they take. An engine has one thread: two
+threads of two engines on two cores turn steps of 3 ms into 50. It runs on any free core; else vLLM wants a NUMA node a
+rank."""
 
 _SCHEDULER = {"cpu": "SlabScheduler", "cuda": "SlabAsyncScheduler"}
 _WORKER = {"cpu": "vllm_cpu.SlabCPUWorker", "cuda": "vllm_worker.SlabWorker"}
