@@ -50,7 +50,6 @@ REFUSED = [
     ({"chat_template": "{{ messages }}"}, "chat_template is not supported"),
     ({"max_completion_tokens": 5}, "max_completion_tokens is not supported"),
     ({"suffix": "x"}, "suffix is not supported"),
-    ({"echo": True, "logprobs": 1}, "echo with logprobs"),
     ({"repetition_penalty": -1.0}, "repetition_penalty"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "regex and choice"),
     ({"structured_outputs": {"guide": "a"}}, "structured_outputs.guide"),

@@ -127,17 +127,24 @@ def test_with_the_exchange_a_request_brings_the_kv_of_all_its_tokens_but_the_las
         finish(here, asked)
 
 
-def test_the_twin_remembers_the_steps_of_instances_alone() -> None:
+def test_the_twin_remembers_steps_of_instances_and_of_the_pipeline() -> None:
+    """Each with its stages."""
     memory = Memory({"A": 0})
     with pair() as here:
         here.host.listener = _Tap(here.host.listener, here.host, memory)
         asked = burst(here)
         until(here, "LayersDropped")
-        counted = len(memory.steps.copy())
-        while all(heard.end is None for *_, heard in asked):  # nobody ends, so that layers do not come back
+        assert 1 in _stages(memory)
+        while 2 not in _stages(memory):
             here.host.step_all()
-        assert 0 < counted == len(memory.steps.copy())
+        whole = _stages(memory).count(1)
+        here.host.step_all()
+        assert _stages(memory).count(1) == whole and _stages(memory).count(2) > 1
         finish(here, asked)
+
+
+def _stages(memory: Memory) -> list[int]:
+    return memory.steps.copy()[:, -2].astype(int).tolist()
 
 
 def test_the_capacity_of_the_pipeline_is_that_of_the_plan() -> None:
