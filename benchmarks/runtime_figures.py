@@ -329,7 +329,7 @@ def _incidents(found: Played) -> list[str]:
         lines += [f"{name}: {counts}"] if counts else []
         drops = [facts for run in runs for what, facts in run["incidents"] if what == "layers dropped"]
         if drops:
-            lines.append(f"  simulated drops, from own steps: {[run['own steps']['drops'] for run in runs]}")
+            lines.append(f"  simulated drops, from own steps: {[run['own steps'].get('drops') for run in runs]}")
         for part in ("stop_s", "reshape_s", "deliver_s") if drops else ():
             lines.append(f"  {part}: median {1e3 * np.median([each[part] for each in drops]):.0f} ms")
     return lines
