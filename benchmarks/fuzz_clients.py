@@ -88,7 +88,7 @@ async def _send(client: httpx.AsyncClient, shot: Shot, tally: Tally) -> tuple[st
 
 
 def _message(answer: httpx.Response) -> str:
-    """Of an error; empty where it is in another shape than OpenAI's, or than those of ``/ready`` and ``/health``."""
+    """The words of an error. Empty: it has another shape than OpenAI's and the one of ``/ready`` and ``/health``."""
     try:
         body = answer.json()
         return str(body["error"]["message"])[:_EXCERPT] if "error" in body else "ready" * ("ready" in body)

@@ -1,7 +1,7 @@
 """The same requests to ``vllm serve`` and to ``fineserve-run serve`` with the same model: clients see the same of both.
 
 What differs stands in ``ON_PURPOSE``, with the reason. Requests are those of the clients' own libraries where these are
-installed, and bodies as guidellm, lm-eval and LiteLLM send them.
+installed, and bodies written after guidellm, lm-eval and LiteLLM, which are not installed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ if __name__ == "__main__":
 
 ON_PURPOSE: dict[str, str] = {
     "no model": "a server of one model may guess, one of several must not; ours says what it serves",
-    "unknown field": "an option that is not here is an error, never ignored: who asks for it wants its effect",
+    "unknown field": "an option that is not here is an error, never ignored: a client that sends it wants its effect",
     "prompt_logprobs": "its entries have ranks, which the contract of engines does not carry; echo with logprobs says the rest",
     "more tokens than fit": "OpenAI refuses it; vLLM gives fewer without a word",
     "n": "vLLM refuses several greedy choices, which are the same",

@@ -39,6 +39,9 @@ compiled grammars are kept up to 16 MB by the library's count, which is half of 
 threads of two engines on two cores turn steps of 3 ms into 50. It runs on any free core; else vLLM wants a NUMA node a
 rank."""
 
+_SEEN_S = 2.0
+"""Within so long the end of a rank is seen."""
+
 _SCHEDULER = {"cpu": "SlabScheduler", "cuda": "SlabAsyncScheduler"}
 _WORKER = {"cpu": "vllm_cpu.SlabCPUWorker", "cuda": "vllm_worker.SlabWorker"}
 _PACKAGE = "fineserve_runtime.engines"
@@ -204,6 +207,12 @@ class SteppedCore:
         if getattr(self.core.model_executor, "is_failed", False):
             raise RankDied("the process of one of its ranks ended")
 
+    def _await_end_of_rank(self) -> None:
+        """A call may fail a moment before vLLM's own thread sees that a rank ended."""
+        until_s = time.monotonic() + (_SEEN_S if self.core.vllm_config.parallel_config.world_size > 1 else 0.0)
+        while not getattr(self.core.model_executor, "is_failed", False) and time.monotonic() < until_s:
+            time.sleep(_SEEN_S / 100)
+
     def step(self) -> StepReport | None:
         """Run one step. None when nothing came of it: no request, no room for any, or the first step of several in flight.
         Raises RankDied."""
@@ -212,6 +221,7 @@ class SteppedCore:
         try:
             outputs, _ = self.core.step_fn()
         except Exception:
+            self._await_end_of_rank()
             self._check_ranks()
             raise
         chunks = tuple(self._early)

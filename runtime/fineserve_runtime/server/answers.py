@@ -163,7 +163,7 @@ class EventStream:
         return [self._delta(index, content, self._beside(index, piece), reason)]
 
     def _beside(self, index: int, piece: Piece) -> dict[str, Any]:
-        """What a choice has beside its text. Offsets are those of tokens: text may wait for the rest of a stop string."""
+        """The parts of a choice beside its text. Offsets follow tokens, since text may wait for the rest of a stop string."""
         found = logprobs(self._ask, piece.logprobs, self._offsets[index]) if piece.tokens else None
         if found and found.get("tokens"):
             self._offsets[index] = found["text_offset"][-1] + len(found["tokens"][-1])

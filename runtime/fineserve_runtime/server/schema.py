@@ -16,7 +16,7 @@ from fineserve_runtime.server.structured import ResponseFormat, StructuredOutput
 
 _WITHOUT_EFFECT = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "request_id"}
 _WITHOUT_EFFECT |= {"session_id", "include_reasoning", "vllm_xargs"}
-"""Options of OpenAI's and vLLM's that do not change an answer here, whatever their value."""
+"""Options of OpenAI's and vLLM's that do not change an answer here, with any value."""
 
 _OFF: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),

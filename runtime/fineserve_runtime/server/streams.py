@@ -148,7 +148,7 @@ class Choice:
 
     def _with_prompt(self, piece: Piece, first: bool) -> Piece:
         """The piece as it is told: the prompt before the first one, where it is echoed. A prompt's first token has no
-        probability, and an engine that goes on for another says those of the prompt again."""
+        probability, and an engine that goes on for another tells the prompt's again."""
         order, places = self._order, piece.logprobs
         if order.sampling.prompt_logprobs is not None and piece.tokens:
             prompt, own = places[: -piece.tokens], places[-piece.tokens :]
