@@ -13,14 +13,9 @@ from fineserve_sim.latency.tables import Grid, PrefillTable, match_heads
 
 HEAD_DIM, Q_HEADS, BATCH, CONTEXT = 128, 32, 32, 16384
 TABLE = "decode_attention/bfloat16/128 (imported)"
-LEGACY = (
-    "decode attention of vLLM's paged_attention_v1/v2 beside FlashAttention, batches 1 to 64, contexts 1K to 32K, 32 to 1 KV "
-    "heads; no probe measures a kernel that current engines do not call"
-)
-TRITON = "prefix prefill by Triton's context_attention_fwd beside FlashAttention, 16K tokens; no probe measures it"
-CONTIGUOUS = (
-    "FlashAttention with a block table beside the same kernel on contiguous keys, batches 1 to 64; no probe has both"
-)
+LEGACY = "a probe of vLLM's paged_attention_v1/v2, which current engines do not call, beside FlashAttention"
+TRITON = "a probe of Triton's context_attention_fwd beside FlashAttention, prefixes of 16K tokens"
+CONTIGUOUS = "a probe of FlashAttention with and without a block table"
 
 
 def _decode_s(grid: Grid, kv_heads: int, batch: int, context: int) -> float | None:
