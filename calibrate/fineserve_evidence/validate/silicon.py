@@ -1,7 +1,6 @@
 """aiconfigurator's "silicon" points: means of closed-loop benchmark runs by model, TP, lengths and number of clients.
 
-Its InferenceMAX rows ran ``max_num_seqs`` = clients, 8,192 batch tokens, no prefix cache, ten requests a client, lengths
-uniform in 0.8-1.0 of the nominal ones (README of InferenceMAX). Its own gap runs state only the clients.
+Its InferenceMAX rows ran as that project's scripts say (``recipes``). Its own gap runs state only the clients.
 
 Where experts go over more GPUs than a TP group, attention is in data parallel; the clients of such a row are each rank's.
 
@@ -34,6 +33,7 @@ from fineserve_evidence.validate.cases import (
     with_serving,
 )
 from fineserve_evidence.validate.front_end import HTTP, SGLANG
+from fineserve_evidence.validate.recipes import ROUNDS, SHORTEST, TOKEN_BUDGET, recipe_of
 from fineserve_evidence.validate.rows import (
     STEPS_AHEAD,
     UnsupportedRow,
@@ -63,9 +63,6 @@ COLUMNS = (
     "attention_dp_size", "silicon_ttft_ms", "silicon_tpot_ms", "concurrency", "source_kind",
 )  # fmt: skip
 LOAD, MEASURED = ("isl", "osl", "concurrency"), ("silicon_ttft_ms", "silicon_tpot_ms")
-ROUNDS = 10
-TOKEN_BUDGET = 8192
-INFERENCEMAX_SHORTEST = 0.8
 DEPLOYMENTS = {"vllm": "vllm-cudagraph", "trtllm": "trtllm-1.0", "sglang": "sglang-0.5"}
 """Host time by backend."""
 GENERATIONS = {("vllm", "0.12.0"): "vllm-v1"}
@@ -90,8 +87,8 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
         stem(path),
         *cases_of(records, case, lambda placed: (placed[1]["backend"], placed[1]["model_path"])),
         assumptions=(
-            f"InferenceMAX rows: {ROUNDS} requests a client, token budget {TOKEN_BUDGET}, a slot for every client, lengths "
-            f"uniform in {INFERENCEMAX_SHORTEST}-1.0 of nominal",
+            f"InferenceMAX rows: as its scripts say; usually {ROUNDS} requests a client, token budget {TOKEN_BUDGET}, a slot "
+            f"for every client, lengths uniform in {SHORTEST}-1.0 of nominal",
             "gap runs: nominal lengths; the rest as their engine and version is read, below",
             "FP8 checkpoints: 8-bit KV on TensorRT-LLM, 16-bit elsewhere; block-scaled FP8 as per-tensor FP8",
             "gpt-oss on Hopper: MXFP4 by Marlin (VLLM_MXFP4_USE_MARLIN=1), as InferenceMAX's recipe has it",
@@ -188,11 +185,13 @@ def _case(row: dict[Any, Any], name: str) -> Case:
     bare = replace(bare, steps_ahead=STEPS_AHEAD) if ahead else bare
     bare = _with_sglang(bare, version) if row["backend"] == "sglang" else bare
     serving = supported(replace(bare, mean_tokens=int(row["isl"] + row["osl"] / 2)))
-    shortest = INFERENCEMAX_SHORTEST if inferencemax else 1.0
-    load = ClosedLoop(clients, ROUNDS * clients, int(row["isl"]), int(row["osl"]), shortest, clients)
+    load = ClosedLoop(clients, ROUNDS * clients, int(row["isl"]), int(row["osl"]), max_running=clients)
     ttft_s, tpot_s = (np.array([row[column] / 1e3]) for column in MEASURED)
     case = Case(label, serving, load, ttft_s, tpot_s, campaign=" ".join((row["backend"], version, served.name)))
-    return case if inferencemax else reading_of(*engine, served.name).of(case)
+    if not inferencemax:
+        return reading_of(*engine, served.name).of(case)
+    case = recipe_of(row["backend"], served.name, gpu.name).of(case)
+    return replace(case, serving=supported(case.serving))
 
 
 def release(version: str) -> tuple[int, ...]:
