@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import subprocess
 import sys
 from pathlib import Path
 
@@ -215,34 +213,3 @@ def test_drops_that_engines_cannot_do_are_refused(change: tuple[str, str], probl
 def test_pipelines_that_engines_cannot_be_are_refused(change: tuple[str, str], problem: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=problem):
         load_file(write_file(tmp_path), [*REPLICAS, ("cluster.count", "6"), ("systems", "[vllm-pp]"), change])
-
-
-HEAPS = """
-import ctypes, threading
-from fineserve_runtime.engines.process import share_heaps
-
-assert share_heaps()
-together = threading.Barrier(8)
-
-def work():
-    kept = [ctypes.CDLL(None).strdup(b"x" * 5000) for _ in range(50)]
-    together.wait()
-
-threads = [threading.Thread(target=work) for _ in range(8)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-libc = ctypes.CDLL(None)
-libc.fdopen.restype = ctypes.c_void_p
-out = ctypes.c_void_p(libc.fdopen(1, b"w"))
-libc.malloc_info(0, out)
-libc.fflush(out)
-"""
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-def test_the_threads_of_an_engines_process_share_two_heaps() -> None:
-    """Each of eight threads would have one of its own."""
-    told = subprocess.run([sys.executable, "-c", HEAPS], capture_output=True, text=True, check=True).stdout
-    assert told.count("<heap nr=") <= 2

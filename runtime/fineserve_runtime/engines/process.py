@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
 import threading
@@ -40,18 +39,6 @@ def build_slab_core(
     return SteppedCore(core, settings.engine, eos_token_ids)
 
 
-_M_ARENA_MAX, _ARENAS = -8, 2  # malloc.h
-
-
-def share_heaps() -> bool:
-    """Let all threads of this process share two heaps; false where the C library is not glibc.
-
-    By default each thread gets heaps of its own. The makers of grammars leave theirs full of holes, and the process grows."""
-    with contextlib.suppress(AttributeError, OSError):
-        return bool(ctypes.CDLL(None).mallopt(_M_ARENA_MAX, _ARENAS))
-    return False
-
-
 BuildCore = Callable[[EngineConfig, Path, SlabSettings, int, tuple[int, ...]], Any]
 """What makes the core of an engine in the process where it steps."""
 
@@ -68,7 +55,6 @@ def main(
     """Serve one engine until told to stop or the host is gone. In a session of its own: signals to the host's process group,
     from a terminal or a supervisor, are the host's business, which then drains its engines."""
     os.setsid()
-    share_heaps()
     multiprocessing.current_process().daemon = False  # ranks are processes of their own below it
     sending = threading.Lock()
 
