@@ -83,7 +83,7 @@ RECIPES = (
     Recipe(
         "sglang", ("qwen3.5-397b-a17b",), BLACKWELL, 32768, memory_utilization=0.82, kv_8bit=True, stream_interval=30
     ),
-    Recipe("trtllm", DEEPSEEK, margin_tokens=64, kv_8bit=True),
+    Recipe("trtllm", DEEPSEEK, margin_tokens=64),
     Recipe("trtllm", ("gpt-oss-120b",), token_budget=20000),
 )
 
