@@ -59,12 +59,18 @@ def draw_prompts(count: int) -> Prompts:
     return [tuple(rng.randrange(3, 500) for _ in range(rng.randrange(4, 200))) for _ in range(count)]
 
 
-def answered(running: Running, prompts: Prompts, tokens: Callable[[int], int], models: Sequence[str] = ("m",)) -> Asked:
+def answered(
+    running: Running,
+    prompts: Prompts,
+    tokens: Callable[[int], int],
+    models: Sequence[str] = ("m",),
+    logprobs: int | None = None,
+) -> Asked:
     """All prompts asked at once, of ``models`` in turn, the one of this number for so many ``tokens``; when all have
     finished."""
 
     def ask(number: int, prompt: tuple[int, ...]) -> tuple[Job, Heard]:
-        sink, sampling = Heard(), Sampling(max_tokens=tokens(number), ignore_eos=True)
+        sink, sampling = Heard(), Sampling(max_tokens=tokens(number), ignore_eos=True, logprobs=logprobs)
         return running.driver.submit(
             lambda id: Job(id, models[number % len(models)], prompt, sampling, sink, 300.0)
         ), sink

@@ -11,7 +11,7 @@ from fineserve_runtime.engines.api import Sampling
 from fineserve_runtime.jobs import Job
 from fineserve_runtime.launch import Running
 from realkit import NEEDS_VLLM
-from runtimekit import Heard, assert_same_but_for_ties, eventually
+from runtimekit import LIKELY, Heard, assert_same_but_for_ties, eventually
 
 pytestmark = NEEDS_VLLM
 
@@ -49,7 +49,7 @@ def _disturb(running: Running, undisturbed: list[Heard], how: signal.Signals) ->
     eventually(lambda: all(each.end for each in disturbed), 180)
     assert all(len(each.tokens_) == TOKENS for each in undisturbed + disturbed), [each.end for each in disturbed]
     assert all(after.ends == 1 for after in disturbed)
-    assert_same_but_for_ties([after.tokens_ for after in disturbed], [before.tokens_ for before in undisturbed])
+    assert_same_but_for_ties(disturbed, undisturbed)
 
 
 def _ask(running: Running) -> list[Heard]:
@@ -64,7 +64,7 @@ def _ask(running: Running) -> list[Heard]:
 
 def _submit(running: Running, model: str, prompt: tuple[int, ...]) -> Heard:
     heard = Heard()
-    sampling = Sampling(max_tokens=TOKENS, ignore_eos=True)
+    sampling = Sampling(max_tokens=TOKENS, ignore_eos=True, logprobs=LIKELY)
     running.driver.submit(lambda id: Job(id, model, prompt, sampling, heard, 60.0))
     return heard
 

@@ -20,7 +20,7 @@ from fineserve_runtime.launch import launch
 from fineserve_runtime.replay_log import replay
 from fineserve_runtime.serve import served_scenario
 from realkit import NEEDS_VLLM, REGION_BYTES, Asked, Changes, answered, draw_prompts, one_model
-from runtimekit import assert_same_but_for_ties
+from runtimekit import LIKELY, Heard, assert_same_but_for_ties
 
 from fineserve_sim.systems import load_systems
 
@@ -105,7 +105,7 @@ class Stock:
 
     def __init__(self, path: Path, shared: Changes, models: tuple[str, ...], tokens: Callable[[int], int]) -> None:
         self._path, self._shared, self._models, self._lengths = path, shared, models, tokens
-        self._expected = _tokens(self._run(PLENTY, []))
+        self._expected = _sinks(self._run(PLENTY, [], LIKELY))
 
     def check(self, system: str, play: Play) -> None:
         item = f'{{base: "{system}", name: s, {play.says}}}' if play.says else f'"{system}"'
@@ -123,26 +123,27 @@ class Stock:
         """What the log of a changed run tells. Its tokens must be the expected ones, and it must replay."""
         log: list[Entry] = []
         asked = self._run(changes, log)
-        assert_same_but_for_ties(_tokens(asked), self._expected)
-        same = sum(ours == theirs for ours, theirs in zip(_tokens(asked), self._expected, strict=True))
+        heard = _sinks(asked)
+        same = sum(ours.tokens_ == theirs.tokens_ for ours, theirs in zip(heard, self._expected, strict=True))
         told = Counter(entry.get("event") or entry.get("command", "") for entry in log)
         print(f"\n{len(asked)} requests, {same} with the same tokens; {dict(told)}")
+        assert_same_but_for_ties(heard, self._expected)
         assert replay([json.loads(json.dumps(entry)) for entry in log]).difference is None
         return told + Counter(f"served by {job.served_by}" for job, _ in asked)
 
-    def _run(self, changes: Changes, log: list[Entry]) -> Asked:
+    def _run(self, changes: Changes, log: list[Entry], logprobs: int | None = None) -> Asked:
         """In waves, so that models have something to do again and again."""
         file, prompts = load_file(self._path, [*self._shared, *changes]), draw_prompts(REQUESTS)
         asked: Asked = []
         with launch(file, served_scenario(file, None), log=log.append) as running:
             for first in range(0, len(prompts), WAVE):
                 wave = prompts[first : first + WAVE]
-                asked += answered(running, wave, self._lengths, self._models)
+                asked += answered(running, wave, self._lengths, self._models, logprobs)
         return asked
 
 
-def _tokens(asked: Asked) -> list[list[int]]:
-    return [sink.tokens_ for _, sink in asked]
+def _sinks(asked: Asked) -> list[Heard]:
+    return [sink for _, sink in asked]
 
 
 @pytest.fixture(scope="module")
