@@ -23,7 +23,7 @@ whole region, in which one sequence always fits. It gives the ticket up when a r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fineserve_runtime.engines.backing import Backing, SlabBacking
@@ -139,6 +139,14 @@ class SlabLease:
         self._stale.difference_update(ids)
         self.counters.add("blocks_zeroed", len(ids))
         return ids
+
+    def set_aside(self, block_ids: Iterable[int]) -> None:
+        """Blocks just handed out are only kept, so no step reads them: they are zeroed once they are handed out again.
+
+        Zeroed by the next step, they could lose what is written into them meanwhile: a step zeroes when it runs, and
+        ``write_blocks`` writes at once."""
+        kept = set(block_ids)
+        self._unzeroed = [block for block in self._unzeroed if block not in kept]
 
     def read_blocks(self, block_ids: Sequence[int]) -> tuple[bytes, ...]:
         """The bytes of each of these blocks."""

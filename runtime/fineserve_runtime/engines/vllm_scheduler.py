@@ -133,7 +133,9 @@ class SlabScheduler(Scheduler):  # type: ignore[misc]
             self.pool.make_room()
             wanted, free = len(part.blocks), self.pool.get_num_free_blocks()
             if wanted <= free or last:
-                self.carried.put(request_id, part, self.pool.get_new_blocks(min(wanted, free)))
+                room = self.pool.get_new_blocks(min(wanted, free))
+                self.lease.set_aside(block.block_id for block in room)
+                self.carried.put(request_id, part, room)
             return wanted <= free or last
 
     def stay_below(self, slab: int | None) -> None:

@@ -164,6 +164,23 @@ def test_a_block_freed_before_it_was_zeroed_stays_stale(tmp_path: Path) -> None:
         assert first.take_stale() == [3]
 
 
+def test_blocks_that_are_only_kept_are_zeroed_by_no_step(tmp_path: Path) -> None:
+    """A step in flight that zeroed them would wipe out KV that is written into them before it runs."""
+    shared = Shared(tmp_path, 3)
+    first, second = shared.leases[0], shared.leases[1]
+    with second.exclusive():
+        second.free(second.alloc(4) or [])
+    with first.exclusive():
+        kept = first.alloc(2) or []
+        first.set_aside(kept)
+        assert first.alloc(1) == [5]
+        assert first.take_stale() == [5], "what is read by the step"
+        first.free(kept)
+        assert first.alloc(2) == kept
+        first.write_blocks(kept[:1], [bytes(40)])
+        assert first.take_stale() == kept[1:]
+
+
 def test_poison(tmp_path: Path) -> None:
     shared = Shared(tmp_path, 2, poison_freed=True)
     lease = shared.leases[0]
