@@ -66,6 +66,13 @@ class GuardedProtocol(H11Protocol):
         """Whether the client still sends the body of a request that has its answer."""
         return self.cycle is not None and self.cycle.response_complete and self.conn.their_state is h11.SEND_BODY
 
+    def on_response_complete(self) -> None:
+        """Where the body is still to come, it has the time of a body from here on, and not that of a silent client."""
+        super().on_response_complete()
+        if self._is_answered_early and not self.transport.is_closing():
+            self._unset_keepalive_if_required()
+            self._await_rest()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._forget_head()
         if self._rest_timer is not None:
@@ -102,8 +109,8 @@ class GuardedProtocol(H11Protocol):
             self._head_timer = None
 
     def _await_rest(self) -> None:
-        """The first byte of it ended uvicorn's patience with a silent client. From there on it has the time of a body for each
-        mebibyte: one that goes on sending is to read its answer."""
+        """A client that was answered early has the time of a body for each mebibyte of the rest: if it goes on sending, it is
+        to read its answer."""
         if self._is_answered_early and self._rest_timer is not None and self._ignored_bytes < self._patient_bytes:
             return
         if self._rest_timer is not None:
