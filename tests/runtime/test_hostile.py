@@ -270,7 +270,9 @@ def test_who_was_refused_and_goes_on_sending_is_not_cut() -> None:
             return timer.when() if timer is not None else 0.0
 
         eventually(lambda: ends_s() > 0)
-        assert protocol.timeout_keep_alive_task is None, "it is not silent: a busy client may need a while to begin its body"
+        assert protocol.timeout_keep_alive_task is None, (
+            "it is not silent: a busy client may need a while to begin its body"
+        )
         connection.sendall(b"x")
         first_s = ends_s()
         connection.sendall(b"x" * 2**21)
