@@ -153,49 +153,62 @@ def _detokenize(service: Service, body: DetokenizeRequest) -> dict[str, Any]:
 # --- generation --------------------------------------------------------------------------------------------------------
 
 
+class Understood(NamedTuple):
+    """A request, and how its answer is told: at once, or by events."""
+
+    ask: Ask
+    whole: Callable[[Sequence[Choice]], Awaitable[dict[str, Any]]]
+    events: Callable[[Sequence[Choice]], EventStream]
+
+
+def _completion(service: Service, request: Request, raw: bytes) -> Understood:
+    body = parse(CompletionRequest, raw)
+    model, limits = _meant(service, request, body)
+    ask = completion_ask(body, model, request.state.id, limits, service.limits)
+    return Understood(ask, partial(whole, ask), partial(EventStream, ask))
+
+
+def _chat(service: Service, request: Request, raw: bytes) -> Understood:
+    body = parse(ChatRequest, raw)
+    model, limits = _meant(service, request, body)
+    ask = chat_ask(body, model, request.state.id, limits, service.limits)
+    return Understood(ask, partial(whole, ask), partial(EventStream, ask))
+
+
+def _response(service: Service, request: Request, raw: bytes) -> Understood:
+    asked = parse(ResponsesRequest, raw)
+    body = asked.as_chat()
+    model, limits = _meant(service, request, body)
+    ask = replace(chat_ask(body, model, request.state.id, limits, service.limits), id=f"resp_{request.state.id}")
+    return Understood(ask, partial(whole_response, asked, ask), partial(ResponseStream, asked, ask))
+
+
+def _message(service: Service, request: Request, raw: bytes) -> Understood:
+    body = parse(MessagesRequest, raw).as_chat()
+    model, limits = _meant(service, request, body)
+    ask = replace(chat_ask(body, model, request.state.id, limits, service.limits), id=f"msg_{request.state.id}")
+    return Understood(ask, partial(whole_message, ask), partial(MessageStream, ask))
+
+
+def _embeddings(service: Service, request: Request, raw: bytes) -> Understood:
+    body = parse(EmbeddingsRequest, raw)
+    model = service.model(body.model)
+    ask = embeddings_ask(body, model, request.state.id, _limits(request, model), service.limits)
+    return Understood(ask, partial(whole_embeddings, body, ask), partial(EventStream, ask))
+
+
+_GENERATES = {
+    "/v1/completions": _completion,
+    "/v1/chat/completions": _chat,
+    "/v1/responses": _response,
+    "/v1/messages": _message,
+    "/v1/embeddings": _embeddings,
+}
+
+
 def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        def understand(raw: bytes) -> Understood:
-            body = parse(CompletionRequest, raw)
-            model, limits = _meant(service, request, body)
-            ask = completion_ask(body, model, request.state.id, limits, service.limits)
-            return Understood(ask, partial(whole, ask), partial(EventStream, ask))
-
-        return await _generate(service, request, understand)
-
-    @app.post("/v1/chat/completions")
-    async def chat(request: Request) -> Response:
-        def understand(raw: bytes) -> Understood:
-            body = parse(ChatRequest, raw)
-            model, limits = _meant(service, request, body)
-            ask = chat_ask(body, model, request.state.id, limits, service.limits)
-            return Understood(ask, partial(whole, ask), partial(EventStream, ask))
-
-        return await _generate(service, request, understand)
-
-    @app.post("/v1/responses")
-    async def responses(request: Request) -> Response:
-        def understand(raw: bytes) -> Understood:
-            asked = parse(ResponsesRequest, raw)
-            body = asked.as_chat()
-            model, limits = _meant(service, request, body)
-            ask = replace(
-                chat_ask(body, model, request.state.id, limits, service.limits), id=f"resp_{request.state.id}"
-            )
-            return Understood(ask, partial(whole_response, asked, ask), partial(ResponseStream, asked, ask))
-
-        return await _generate(service, request, understand)
-
-    @app.post("/v1/messages")
-    async def messages(request: Request) -> Response:
-        def understand(raw: bytes) -> Understood:
-            body = parse(MessagesRequest, raw).as_chat()
-            model, limits = _meant(service, request, body)
-            ask = replace(chat_ask(body, model, request.state.id, limits, service.limits), id=f"msg_{request.state.id}")
-            return Understood(ask, partial(whole_message, ask), partial(MessageStream, ask))
-
-        return await _generate(service, request, understand)
+    for path, understand in _GENERATES.items():
+        app.post(path)(_generating(service, understand))
 
     @app.post("/v1/messages/count_tokens")
     async def count_tokens(request: Request) -> dict[str, int]:
@@ -206,23 +219,16 @@ def _add_generation(app: FastAPI, service: Service) -> None:
 
         return {"input_tokens": await service.work(count)}
 
-    @app.post("/v1/embeddings")
-    async def embeddings(request: Request) -> Response:
-        def understand(raw: bytes) -> Understood:
-            body = parse(EmbeddingsRequest, raw)
-            model = service.model(body.model)
-            ask = embeddings_ask(body, model, request.state.id, _limits(request, model), service.limits)
-            return Understood(ask, partial(whole_embeddings, body, ask), partial(EventStream, ask))
 
-        return await _generate(service, request, understand)
+def _generating(
+    service: Service, understand: Callable[[Service, Request, bytes], Understood]
+) -> Callable[[Request], Awaitable[Response]]:
+    """The handler of a path whose requests ``understand`` reads."""
 
+    async def generate(request: Request) -> Response:
+        return await _generate(service, request, partial(understand, service, request))
 
-class Understood(NamedTuple):
-    """A request, and how its answer is told: at once, or by events."""
-
-    ask: Ask
-    whole: Callable[[Sequence[Choice]], Awaitable[dict[str, Any]]]
-    events: Callable[[Sequence[Choice]], EventStream]
+    return generate
 
 
 def _meant(service: Service, request: Request, body: GenerationRequest) -> tuple[ServedName, Limits]:
