@@ -205,11 +205,26 @@ class Twin:
             "folder": str(self._file.folder),
             "system": self._scenario.system.name,
             "groups": self.groups(),
-            "region_bytes": section.region_bytes,
-            "weights_in_region": section.weights_in_region,
+            "region_bytes": self._region_bytes(),
+            "weight_bytes": self._weight_bytes() if section.weights_in_region else None,
             "in_turn": all(host.config.mode == "in_process" for host in self._running.hosts.values()),
             "now_s": now_s,
         }
+
+    def _region_bytes(self) -> int:
+        """What a device has for KV, and for weights that are in its region: all but the null slab and the tail."""
+        hosts = self._running.hosts.values()
+        ledgers = [host.ledger(gpu) for host in hosts for gpu in host.config.gpus]
+        return min(ledger.total_bytes - ledger.lost_bytes for ledger in ledgers)
+
+    def _weight_bytes(self) -> dict[str, int]:
+        """The bytes of the slabs that the weights of each model take; 0 for one that is away."""
+        found = dict.fromkeys(self._memory.models, 0)
+        for host in self._running.hosts.values():
+            for handle in host.engines.values():
+                name = handle.config.name
+                found[name] = max(found.get(name, 0), handle.stats().weight_bytes)
+        return found
 
     def _answered(self, folder: Path) -> dict[str, Any]:
         """The answer of a process of its own. Raises ValueError with its line, or when it takes too long or the server ends."""

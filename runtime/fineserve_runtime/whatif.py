@@ -240,14 +240,21 @@ class Answer:
 
         def beside(gpu: int) -> int:
             here = [model for model in served.models if model.id in names[gpu]]
-            there = sum(map(_weight_bytes, here)) if self._asked["weights_in_region"] else 0
-            return sum(fixed_bytes(model, served.engine) for model in here) - there
+            return sum(fixed_bytes(model, served.engine) - self._slab_bytes(model) for model in here)
 
         wanted = max(map(beside, names)) + self._asked["region_bytes"] + 0.5
         memory_bytes = served.gpus[0].spec.memory_bytes
         if wanted > memory_bytes:
             raise ValueError(f"cluster.gpu has {memory_bytes} bytes, less than the {wanted:.0f} of region and engines")
         return float(wanted / memory_bytes)
+
+    def _slab_bytes(self, served: ServedModel) -> int:
+        """What the weights of a model take of the region: nothing where they lie outside it, whole slabs where an engine has
+        them there now."""
+        taken: dict[str, int] | None = self._asked["weight_bytes"]
+        if taken is None:
+            return 0
+        return max(weight_bytes(served.model, served.precision, served.tp), taken.get(served.id, 0))
 
     def _changed(self) -> dict[str, Any] | None:
         """The file that is asked for; None: the present one."""
@@ -361,10 +368,6 @@ class Answer:
 def _name(item: dict[str, Any] | str) -> str:
     """Of a system of a file."""
     return item if isinstance(item, str) else str(item["name"])
-
-
-def _weight_bytes(served: ServedModel) -> int:
-    return weight_bytes(served.model, served.precision, served.tp)
 
 
 def _error(simulated: float | None, measured: float | None) -> float | None:
