@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,13 +24,14 @@ from fineserve_runtime.jobs import Job, Refused
 from fineserve_runtime.launch import StartHost
 from fineserve_runtime.metrics import TWIN_IS_OFF
 from fineserve_runtime.server.whatif import Move, moves_to
-from fineserve_runtime.twin import Memory, Ring, _Tap
-from fineserve_runtime.whatif import kinds, past
+from fineserve_runtime.twin import Memory, Ring, Twin, _Tap
+from fineserve_runtime.whatif import Answer, kinds, past
 from runtimekit import HANGS_S, Heard
 from serverkit import ByteTokenizer
 from twinkit import NAMES, ROOT, SWAPPED, TWO, Here, serving_twin, trade_places
 from typer.testing import CliRunner
 
+from fineserve_sim.cluster import simulate
 from fineserve_sim.policy.interfaces import EngineState
 from fineserve_sim.systems.spec import AdaptiveSpec
 
@@ -106,6 +108,27 @@ def test_a_pipelines_step_counts_all_its_stages() -> None:
         [2, pytest.approx(0.8)],
     ]
     assert len(heard) == 4
+
+
+def test_the_simulator_has_the_memory_that_engines_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The slabs of the weights count, which are more than the weights, and the null block does not."""
+    weights, kept, answered = 6 * 2**20, tmp_path / "kept", Twin._answered
+
+    def keep(twin: Twin, folder: Path) -> dict[str, Any]:
+        shutil.copytree(folder, kept)
+        return answered(twin, folder)
+
+    def heavy(config: HostConfig, listener: EngineListener) -> EngineHost:
+        return FakeHost(config, listener, weight_bytes=weights, step_s=0.001)
+
+    monkeypatch.setattr(Twin, "_answered", keep)
+    with serving(tmp_path, monkeypatch, ("runtime.region_bytes", str(16 * 2**20)), start=heavy) as here:
+        here.load()
+        assert here.post("/admin/whatif").status_code == 200
+        ledger = here.running.hosts[0].ledger()
+    answer = Answer(kept)
+    result = simulate(answer._scenario(answer._plain | {"systems": [answer._present()]}))
+    assert result.kv_capacity_bytes == (ledger.total_bytes - ledger.lost_bytes - 2 * weights,)
 
 
 def test_the_server_answers_what_if_and_says_how_far_it_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
