@@ -39,9 +39,8 @@ ENVIRONMENT = {
 """Set before vllm is imported, where the user has not set them. Engine cores run in process, nothing is fetched or sent, and
 compiled grammars are kept up to 16 MB by the library's count, which is half of what they take. On a CPU oneDNN, and torch's
 layer over it, make code for each shape of a matrix product, so for each number of tokens, and keep 128. Their own 1,024 let an
-engine grow by half a gigabyte while new numbers come. An engine has one thread: two
-threads of two engines on two cores turn steps of 3 ms into 50. It runs on any free core; else vLLM wants a NUMA node a
-rank."""
+engine grow by half a gigabyte while new numbers come. An engine has one thread: two threads of two engines on two cores turn
+steps of 3 ms into 50. It runs on any free core; else vLLM wants a NUMA node a rank."""
 
 _SEEN_S = 2.0
 """Within so long the end of a rank is seen."""
