@@ -31,7 +31,6 @@ Tokens = dict[int, tuple[int, ...]]
 # differ from stock's where stock's own two best logits nearly tie. Logits of the tiny models lie below 16, where a bfloat16
 # has steps of 1/16: four of them count as a tie.
 TIE_LOGITS = 0.25
-MOST_TIES = 0.15  # of the requests
 
 
 @pytest.fixture(scope="session")
@@ -189,9 +188,6 @@ def same_tokens(
             if not pair <= tie
         }
         assert not wrong, f"{config.name}: requests that differ where stock has no tie"
-        assert len(differing) <= max(1, MOST_TIES * len(requests)), (
-            f"{config.name}: too many to be ties: {len(differing)}"
-        )
 
     return check
 
