@@ -28,7 +28,7 @@ SLAB_BYTES = 65536  # the least common multiple of their blocks: 64 and 32 KiB
 Tokens = dict[int, tuple[int, ...]]
 
 # Kernels of some processors round differently for another number of rows, so a recomputed or otherwise batched token may
-# differ from stock's where stock's own two best logits nearly tie. Logits of the tiny models lie below 16, where a bfloat16
+# differ from stock's where stock's own best logits nearly tie. Logits of the tiny models lie below 16, where a bfloat16
 # has steps of 1/16: four of them count as a tie.
 TIE_LOGITS = 0.25
 
@@ -113,10 +113,10 @@ def stock_tokens(config: EngineConfig, requests: list[Submission], cache_dir: Pa
 
 
 def stock_ties(config: EngineConfig, prompts: list[tuple[int, ...]], cache_dir: Path) -> list[set[int]]:
-    """The tokens that stock could say next, up to a tie: the best one, and the second where it is no worse by TIE_LOGITS."""
+    """The tokens that stock could say next, up to a tie: the best of five, and the others that are no worse by TIE_LOGITS."""
     requests = [Submission(i, prompt, Sampling(max_tokens=1, ignore_eos=True)) for i, prompt in enumerate(prompts)]
     ties: dict[int, set[int]] = {}
-    for output in stock_outputs(config, requests, cache_dir, logprobs=2):
+    for output in stock_outputs(config, requests, cache_dir, logprobs=5):
         found = output.new_logprobs
         best = dict(zip(found.logprob_token_ids[0].tolist(), found.logprobs[0].tolist(), strict=True))
         ties[int(output.request_id)] = {token for token, log in best.items() if log >= max(best.values()) - TIE_LOGITS}
