@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import torch
 
 from vllm.v1.worker.cpu_worker import CPUWorker  # isort: skip  (it insists on being imported before other workers)
 
@@ -14,6 +15,7 @@ class PatientCPUWorker(CPUWorker):  # type: ignore[misc]
     """vLLM's own, but a rank sleeps while it waits for another one."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any) -> None:
+        torch.cpu._init_amx()  # vLLM's attention uses a processor's tiles without asking the kernel for them, and dies of it
         super().__init__(vllm_config, *args, **kwargs)
         if vllm_config.parallel_config.world_size > 1:  # then its process is this rank's alone
             vllm_seams.wait_asleep()
