@@ -59,7 +59,8 @@ PROBE_SEED, PROBE_S, STAGES = 1000, 45.0, 5  # STAGES: a column of the twin's st
 class Figure:
     """A figure in small. ``systems`` as a file has them, by name; ratios are to the first. ``value``: the figure's, of what the
     twin answers, and ``scale`` times as much is printed. Requests of each model arrive at a ``rate`` by the time, at most
-    ``most_per_s``. ``probe``: a system with pipelines, whose steps are measured first."""
+    ``most``: requests a second, or with a ``backlog`` parts of what the first system serves of so many requests at once.
+    ``probe``: a system with pipelines, whose steps are measured first."""
 
     title: str
     says: str
@@ -71,22 +72,29 @@ class Figure:
     region_bytes: int
     slo_s: float
     rate: Callable[[int, float], float]
-    most_per_s: float
+    most: float
     prompt: tuple[float, float, int, int]  # log-normal: mean and deviation of the logarithm, bounds
     output: tuple[float, float, int, int]
     probe: str | None = None
+    backlog: int = 0
 
-    def draw(self, seed: int, seconds: float) -> list[Row]:
+    def draw(self, seed: int, seconds: float, unit_per_s: float) -> list[Row]:
         """Poisson arrivals of each model, thinned to its rate."""
         rng = np.random.default_rng(seed)
         rows: list[Row] = []
         for model in range(self.models):
-            now_s = rng.exponential(1 / self.most_per_s)
+            gap_s = 1 / (self.most * unit_per_s)
+            now_s = rng.exponential(gap_s)
             while now_s < seconds:
-                if rng.random() < self.rate(model, now_s) / self.most_per_s:
+                if rng.random() < self.rate(model, now_s) / self.most:
                     rows.append((now_s, model, _length(rng, self.prompt), _length(rng, self.output)))
-                now_s += rng.exponential(1 / self.most_per_s)
+                now_s += rng.exponential(gap_s)
         return sorted(rows)
+
+    def at_once(self) -> list[Row]:
+        """The backlog."""
+        rng = np.random.default_rng(PROBE_SEED)
+        return [(0.0, 0, _length(rng, self.prompt), _length(rng, self.output)) for _ in range(self.backlog)]
 
     def file(self, folder: Path) -> Path:
         """The experiment file of all systems, in ``folder``, and its models."""
@@ -117,8 +125,8 @@ def _length(rng: np.random.Generator, law: tuple[float, float, int, int]) -> int
 
 
 def _bursts(model: int, now_s: float) -> float:
-    """A burst of five seconds in the middle of every fifteen."""
-    return 7.0 if 5 <= now_s % 15 < 10 else 1.0
+    """For five seconds in the middle of every fifteen, twice as many as two engines serve; else few."""
+    return 2.0 if 5 <= now_s % 15 < 10 else 0.1
 
 
 def _by_turns(model: int, now_s: float) -> float:
@@ -138,10 +146,11 @@ FIGURES = {
         region_bytes=208 * 32768,  # of which some 53 blocks are left beside the weights
         slo_s=5.0,
         rate=_bursts,
-        most_per_s=7.0,
+        most=2.0,
         prompt=(3.9, 0.5, 16, 160),
         output=(5.0, 0.3, 64, 256),
         probe="vllm-pp",
+        backlog=120,
     ),
     "idle": Figure(
         "Prism's comparison in small",
@@ -159,7 +168,7 @@ FIGURES = {
         region_bytes=700 * 32768,
         slo_s=0.5,
         rate=_by_turns,
-        most_per_s=1.6,
+        most=1.6,
         prompt=(3.9, 0.5, 16, 160),
         output=(5.0, 0.3, 64, 256),
     ),
@@ -186,9 +195,10 @@ def main() -> None:
     figure, folder = FIGURES[options.figure], options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     systems = options.systems or list(figure.systems)
-    traces = [figure.draw(seed, options.seconds) for seed in range(options.pairs)]
+    unit_per_s = pace(folder, figure)
+    traces = [figure.draw(seed, options.seconds, unit_per_s) for seed in range(options.pairs)]
     found = {name: played(folder, figure, name, systems, traces) for name in systems}
-    print(table(found, figure))
+    print(f"a rate of 1: {unit_per_s:.2f} requests/s", table(found, figure), sep="\n\n")
 
 
 def played(
@@ -213,6 +223,21 @@ def started(file: Path, system: str, on_incident: Incident) -> Iterator[tuple[Ru
         yield running, memory, Twin(loaded, scenario, running, memory, lambda errors: None, lambda what, facts: None)
 
 
+def pace(folder: Path, figure: Figure) -> float:
+    """Requests a second that a rate of 1 stands for on this machine."""
+    path = folder / "pace.json"
+    if not figure.backlog:
+        return 1.0
+    if not path.exists():
+        with started(figure.file(folder), next(iter(figure.systems)), lambda what, facts: None) as (running, memory, _):
+            send(running, figure.at_once()[:8], list(memory.models), figure.slo_s)  # first steps are slow
+            begin_s = time.monotonic()
+            send(running, figure.at_once(), list(memory.models), figure.slo_s)
+            served_per_s = figure.backlog / (time.monotonic() - begin_s)
+        path.write_text(json.dumps(served_per_s))
+    return float(json.loads(path.read_text()))
+
+
 def probe(folder: Path, figure: Figure) -> list[list[float]]:
     """Steps of pipelines, as the twin's memory has them."""
     path = folder / "probe.json"
@@ -220,7 +245,7 @@ def probe(folder: Path, figure: Figure) -> list[list[float]]:
         return []
     if not path.exists():
         with started(figure.file(folder), figure.probe, lambda what, facts: None) as (running, memory, _):
-            send(running, figure.draw(PROBE_SEED, PROBE_S), list(memory.models), figure.slo_s)
+            send(running, figure.draw(PROBE_SEED, PROBE_S, pace(folder, figure)), list(memory.models), figure.slo_s)
             steps = memory.steps.copy()
         path.write_text(json.dumps(steps[steps[:, STAGES] > 1].tolist()))
     found: list[list[float]] = json.loads(path.read_text())
