@@ -3,13 +3,14 @@
     python benchmarks/runtime_figures.py bursts FOLDER     KunServe, Fig. 13: bursts that overflow the KV of two engines
     python benchmarks/runtime_figures.py idle FOLDER       Prism, Fig. 6: four models, two of which are idle at any time
 
-Each system plays the same traces in real time, each of its own seed; a pair is a trace under two systems. The twin's simulator
-predicts each system from the requests and the steps that the engines had under the first system alone ("predicted"). Steps of
-pipelines come from a probe, a trace that no system plays. The simulator also has the run from that run's own steps ("own
-steps"). The difference between the two is the *pace*. What is left between "own steps" and the engines is the *queue*:
-batching, memory, policy, and what drops and swaps take.
+Systems play a trace one after the other in real time, then the next one, of its own seed; a pair is a trace under two systems.
+The twin's simulator predicts each system from the requests and the steps that the engines had under the first system alone
+("predicted"). Steps of pipelines come from a probe before it, a trace that no system plays. The simulator also has the run
+from that run's own steps ("own steps"). The difference between the two is the *pace*. What is left between "own steps" and the
+engines is the *queue*: batching, memory, policy, and what drops and swaps take.
 
-Prints the tables of docs/parity.md. A system that was played stays. Needs vLLM on the CPU.
+Prints the tables of docs/parity.md; ``--keep`` keeps their runs in docs/data. What was played stays in the folder, so a stopped
+command goes on. Needs vLLM on the CPU.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,11 @@ Row = tuple[float, int, int, int]
 
 Trace = Sequence[Row]
 Incident = Callable[[str, dict[str, object]], None]
-PROBE_SEED, PROBE_S, STAGES = 1000, 45.0, 5  # STAGES: a column of the twin's steps
+PROBE_SEED, PROBE_S, STAGES = 1000, 30.0, 5  # STAGES: a column of the twin's steps
+WARM = 8
+"""Requests before each trace: the first steps of an engine are slow."""
+
+KEPT = Path(__file__).resolve().parents[1] / "docs" / "data" / "runtime_figures.json"
 
 
 @dataclass(frozen=True)
@@ -91,10 +97,13 @@ class Figure:
                 now_s += rng.exponential(gap_s)
         return sorted(rows)
 
-    def at_once(self) -> list[Row]:
-        """The backlog."""
+    def at_once(self, requests: int) -> list[Row]:
+        """So many requests at once, of all models in turn."""
         rng = np.random.default_rng(PROBE_SEED)
-        return [(0.0, 0, _length(rng, self.prompt), _length(rng, self.output)) for _ in range(self.backlog)]
+        return [
+            (0.0, number % self.models, _length(rng, self.prompt), _length(rng, self.output))
+            for number in range(requests)
+        ]
 
     def file(self, folder: Path) -> Path:
         """The experiment file of all systems, in ``folder``, and its models."""
@@ -140,7 +149,7 @@ FIGURES = {
         "P99 TTFT in ms",
         "ttft_p99_s",
         1e3,
-        {name: name for name in ("vllm-dp", "vllm-pp", "infercept", "llumnix", "kunserve")},
+        {name: name for name in ("vllm-dp", "kunserve", "vllm-pp", "infercept", "llumnix")},
         models=1,
         devices=2,
         region_bytes=208 * 32768,  # of which some 53 blocks are left beside the weights
@@ -191,26 +200,37 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=45.0)
     parser.add_argument("--systems", nargs="+", help="the first system of the figure first")
+    parser.add_argument("--keep", action="store_true", help="keep the runs in docs/data")
     options = parser.parse_args()
     figure, folder = FIGURES[options.figure], options.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     systems = options.systems or list(figure.systems)
     unit_per_s = pace(folder, figure)
-    traces = [figure.draw(seed, options.seconds, unit_per_s) for seed in range(options.pairs)]
-    found = {name: played(folder, figure, name, systems, traces) for name in systems}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in systems}
+    for number in range(options.pairs):
+        trace = figure.draw(number, options.seconds, unit_per_s)
+        probed = probe(folder, figure, number, unit_per_s)
+        for name in systems:
+            others = systems[1:] if name == systems[0] else ()
+            run = partial(play, figure.file(folder), figure, name, trace, others, probed)
+            found[name].append(once(folder / f"{name}-{number}.json", run))
     print(f"a rate of 1: {unit_per_s:.2f} requests/s", table(found, figure), sep="\n\n")
+    if options.keep:
+        keep(options.figure, found)
 
 
-def played(
-    folder: Path, figure: Figure, system: str, systems: Sequence[str], traces: Sequence[Trace]
-) -> list[dict[str, Any]]:
-    """By trace what the engines did, and what the simulator says of it."""
-    path = folder / f"{system}.json"
+def once(path: Path, measured: Callable[[], Any]) -> Any:
+    """What was measured, now or before."""
     if not path.exists():
-        others, probed = (systems[1:], probe(folder, figure)) if system == systems[0] else ((), [])
-        path.write_text(json.dumps(play(figure.file(folder), figure, system, traces, others, probed)))
-    found: list[dict[str, Any]] = json.loads(path.read_text())
-    return found
+        path.write_text(json.dumps(measured()))
+    return json.loads(path.read_text())
+
+
+def keep(figure: str, found: Mapping[str, Any]) -> None:
+    """The runs of a figure in docs/data, with six digits."""
+    rounded = json.loads(json.dumps(found), parse_float=lambda digits: float(f"{float(digits):.6g}"))
+    kept = json.loads(KEPT.read_text(encoding="utf-8")) | {figure: rounded}
+    KEPT.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
 @contextmanager
@@ -225,62 +245,62 @@ def started(file: Path, system: str, on_incident: Incident) -> Iterator[tuple[Ru
 
 def pace(folder: Path, figure: Figure) -> float:
     """Requests a second that a rate of 1 stands for on this machine."""
-    path = folder / "pace.json"
-    if not figure.backlog:
-        return 1.0
-    if not path.exists():
+
+    def measured() -> float:
         with started(figure.file(folder), next(iter(figure.systems)), lambda what, facts: None) as (running, memory, _):
-            send(running, figure.at_once()[:8], list(memory.models), figure.slo_s)  # first steps are slow
+            warm(running, memory, figure)
             begin_s = time.monotonic()
-            send(running, figure.at_once(), list(memory.models), figure.slo_s)
-            served_per_s = figure.backlog / (time.monotonic() - begin_s)
-        path.write_text(json.dumps(served_per_s))
-    return float(json.loads(path.read_text()))
+            send(running, figure.at_once(figure.backlog), list(memory.models), figure.slo_s)
+            return figure.backlog / (time.monotonic() - begin_s)
+
+    return float(once(folder / "pace.json", measured)) if figure.backlog else 1.0
 
 
-def probe(folder: Path, figure: Figure) -> list[list[float]]:
+def probe(folder: Path, figure: Figure, number: int, unit_per_s: float) -> list[list[float]]:
     """Steps of pipelines, as the twin's memory has them."""
-    path = folder / "probe.json"
-    if figure.probe is None:
+    system = figure.probe
+    if system is None:
         return []
-    if not path.exists():
-        with started(figure.file(folder), figure.probe, lambda what, facts: None) as (running, memory, _):
-            send(running, figure.draw(PROBE_SEED, PROBE_S, pace(folder, figure)), list(memory.models), figure.slo_s)
+
+    def measured() -> list[list[float]]:
+        with started(figure.file(folder), system, lambda what, facts: None) as (running, memory, _):
+            warm(running, memory, figure)
+            trace = figure.draw(PROBE_SEED + number, PROBE_S, unit_per_s)
+            send(running, trace, list(memory.models), figure.slo_s)
             steps = memory.steps.copy()
-        path.write_text(json.dumps(steps[steps[:, STAGES] > 1].tolist()))
-    found: list[list[float]] = json.loads(path.read_text())
+        pipelines: list[list[float]] = steps[steps[:, STAGES] > 1].tolist()
+        return pipelines
+
+    found: list[list[float]] = once(folder / f"probe-{number}.json", measured)
     return found
 
 
 def play(
-    file: Path,
-    figure: Figure,
-    system: str,
-    traces: Sequence[Trace],
-    others: Sequence[str],
-    probed: Sequence[list[float]],
-) -> list[dict[str, Any]]:
-    """One system on real engines, trace after trace. After each, when all requests have ended, the twin is asked for it and for
-    ``others``. Raises RuntimeError where a request failed."""
-    incidents, found = list[tuple[str, dict[str, object]]](), list[dict[str, Any]]()
+    file: Path, figure: Figure, system: str, trace: Trace, others: Sequence[str], probed: Sequence[Sequence[float]]
+) -> dict[str, Any]:
+    """One system on real engines, and one trace. When all its requests have ended, the twin is asked for it and for ``others``.
+    Raises RuntimeError where a request failed."""
+    incidents: list[tuple[str, dict[str, object]]] = []
     with started(file, system, lambda *told: incidents.append(told)) as (running, memory, twin):
-        for trace in traces:
-            memory.requests, memory.steps = Memory({}).requests, Memory({}).steps
-            load, before = os.getloadavg()[0], len(incidents)
-            send(running, trace, list(memory.models), figure.slo_s)
-            answer = twin.ask(Question())
-            for step in probed:
-                memory.steps.add(tuple(step))
-            found.append(
-                {
-                    "real": answer["measured"],
-                    "own steps": answer["simulated"],
-                    "others": {name: twin.ask(Question(system=name))["whatif"] for name in others},
-                    "incidents": incidents[before:],
-                    "load": [load, os.getloadavg()[0]],
-                }
-            )
-    return found
+        warm(running, memory, figure)
+        load, before = os.getloadavg()[0], len(incidents)
+        send(running, trace, list(memory.models), figure.slo_s)
+        answer = twin.ask(Question())
+        for step in probed:
+            memory.steps.add(tuple(step))
+        return {
+            "real": answer["measured"],
+            "own steps": answer["simulated"],
+            "others": {name: twin.ask(Question(system=name))["whatif"] for name in others},
+            "incidents": incidents[before:],
+            "load": [load, os.getloadavg()[0]],
+        }
+
+
+def warm(running: Running, memory: Memory, figure: Figure) -> None:
+    """A few requests that nobody counts."""
+    send(running, figure.at_once(WARM), list(memory.models), figure.slo_s)
+    memory.requests, memory.steps = Memory({}).requests, Memory({}).steps
 
 
 def send(running: Running, trace: Trace, names: Sequence[str], slo_s: float) -> None:

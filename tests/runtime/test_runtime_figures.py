@@ -29,8 +29,8 @@ def test_two_of_four_models_are_asked_for_at_any_time() -> None:
 
 def test_draws_repeat_and_keep_their_bounds() -> None:
     figure = FIGURES["bursts"]
-    rows = figure.draw(3, 60.0)
-    assert rows == figure.draw(3, 60.0) != figure.draw(4, 60.0)
+    rows = figure.draw(3, 60.0, 4.0)
+    assert rows == figure.draw(3, 60.0, 4.0) != figure.draw(4, 60.0, 4.0)
     assert rows == sorted(rows) and all(16 <= row[2] <= 160 and 64 <= row[3] <= 256 for row in rows)
     burst = sum(5 <= row[0] % 15 < 10 for row in rows)
     assert burst > 2 * (len(rows) - burst)
