@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import queue
+import resource
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fineserve_runtime.engines.api import Sampling, Submission, TokenChunk
 from fineserve_runtime.engines.links import ProcessLink, ThreadLink
-from fineserve_runtime.engines.loop import BEAT_S, Beat, Build, Died, EngineLoop, Message, Ready, Stepped, Stop, Submit
+from fineserve_runtime.engines.loop import (
+    BEAT_S,
+    Beat,
+    Build,
+    Died,
+    EngineLoop,
+    Message,
+    Ready,
+    Stepped,
+    Stop,
+    Submit,
+    give_memory_back,
+)
 
 from fineserve_sim.policy.interfaces import EngineState
 
@@ -144,6 +160,35 @@ class Script:
         if self.commands:
             return self.commands.pop(0)
         return Stop() if timeout_s else None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's heap")
+def test_memory_that_was_freed_below_what_is_kept_goes_back() -> None:
+    c = ctypes.CDLL(None)
+    c.malloc.restype, c.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+    if not hasattr(c, "malloc_trim"):
+        pytest.skip("another C library")
+    page, blocks = resource.getpagesize(), [c.malloc(50_000) for _ in range(2000)]
+    for block in blocks:
+        ctypes.memset(block, 1, 50_000)
+    for block in blocks[:-1]:  # the last one lies above them
+        c.free(block)
+    before = int(Path("/proc/self/statm").read_text().split()[1])
+    give_memory_back()
+    after = int(Path("/proc/self/statm").read_text().split()[1])
+    c.free(blocks[-1])
+    assert (before - after) * page > 80e6
+
+
+def test_an_idle_engine_gives_memory_back_once_after_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At a beat without work; here each round has one."""
+    given: list[int] = []
+    monkeypatch.setattr("fineserve_runtime.engines.loop.BEAT_S", -1.0)
+    monkeypatch.setattr("fineserve_runtime.engines.loop.give_memory_back", lambda: given.append(len(script.commands)))
+    commands = [None, None, Submit(0, ask(4).submission), *[None] * 8]
+    script = Script(commands)
+    EngineLoop({0: BrokenCore}, script, lambda message: None).run()
+    assert len(given) == 1
 
 
 def test_an_engine_of_a_thread_that_crashed_can_be_built_again() -> None:
