@@ -65,7 +65,7 @@ KEPT = Path(__file__).resolve().parents[1] / "docs" / "data" / "runtime_figures.
 class Figure:
     """A figure in small. ``systems`` as a file has them, by name; ratios are to the first. ``value``: the figure's, of what the
     twin answers, and ``scale`` times as much is printed. Requests of each model arrive at a ``rate`` by the time, at most
-    ``most``: requests a second, or with a ``backlog`` parts of what the first system serves of so many requests at once.
+    ``most``, in requests a second. With a ``backlog`` it is a part of what the first system serves of so many at once.
     ``probe``: a system with pipelines, whose steps are measured first."""
 
     title: str
@@ -298,7 +298,7 @@ def play(
 
 
 def warm(running: Running, memory: Memory, figure: Figure) -> None:
-    """A few requests that nobody counts."""
+    """A few requests, which do not count."""
     send(running, figure.at_once(WARM), list(memory.models), figure.slo_s)
     memory.requests, memory.steps = Memory({}).requests, Memory({}).steps
 
