@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec, data_ranks
 from fineserve_sim.cluster.offloading import KVOffloading
 from fineserve_sim.latency.cost import Source
-from fineserve_sim.policy.interfaces import Placement
+from fineserve_sim.policy.interfaces import TYPICAL_VARIANCE, Placement
 from fineserve_sim.systems import Sharing, SystemSpec
 
 Floats = NDArray[np.float64]
@@ -32,7 +32,7 @@ class ServedModel:
     """One model as users see it: geometry, precision, TP degree, expected load and SLOs (of the time per token: if any).
 
     ``id`` names it in traces and results; ``mean_prompt_tokens`` and ``mean_output_tokens`` describe the expected load
-    for profiling (from an operator's history), never a single request.
+    for profiling (from an operator's history), never a single request. ``rate_variance``: of the rate, over its mean squared.
     """
 
     id: str
@@ -44,6 +44,7 @@ class ServedModel:
     mean_prompt_tokens: float
     mean_output_tokens: float
     tpot_slo_s: float | None = None
+    rate_variance: float = TYPICAL_VARIANCE
 
     @property
     def ranks(self) -> int:

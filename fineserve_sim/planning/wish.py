@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import numpy as np
 from fineserve_traces import Trace
+from fineserve_traces.model_stats import rate_variance
 
 from fineserve_sim import catalog
 from fineserve_sim.catalog import ModelSpec
@@ -34,6 +35,9 @@ FASTER, FASTER_WEIGHT = 1.2, 0.5
 
 MIXED_WEIGHT = 0.5
 """So do the same requests in another mix of models: what models get of a trace drifts."""
+
+WINDOW_S = 5.0
+"""Seconds over which rates are counted: a longer burst fills queues and KV memory, a shorter one waits in them."""
 
 BASE = "fineserve"
 """The system whose scheduler, memory and sharing a plan has."""
@@ -228,9 +232,14 @@ def problem_on(wish: Wish, chosen: Trace) -> Problem:
 
 
 def _as_seen(served: ServedModel, trace: Trace) -> ServedModel:
-    """A model with the rate that the trace has of it: nothing is known of later requests."""
-    requests = max(1, int(np.count_nonzero(trace.model == trace.models.index(served.id))))
-    return replace(served, rate_per_s=requests / max(1e-9, float(trace.arrival_s[-1])))
+    """A model with the rate and the bursts that the trace has of it: nothing is known of later requests."""
+    arrival_s = trace.arrival_s[trace.model == trace.models.index(served.id)]
+    duration_s = max(1e-9, float(trace.arrival_s[-1]))
+    return replace(
+        served,
+        rate_per_s=max(1, len(arrival_s)) / duration_s,
+        rate_variance=rate_variance(arrival_s, WINDOW_S, duration_s),
+    )
 
 
 def _option(id: str, model: ModelSpec, precision: str, tp: int) -> Option:

@@ -217,6 +217,9 @@ class Busy(NamedTuple):
 ALWAYS = Busy(1.0, 1.0)
 """Where nothing was measured."""
 
+TYPICAL_VARIANCE = 0.5
+"""The variance of a rate, over its mean squared, where its past is not known."""
+
 
 class KindFacts(NamedTuple):
     """The measured facts of a model on one kind of GPU. ``mme_tokens_per_byte`` None: left open."""
@@ -237,6 +240,7 @@ class ModelDemand:
     * ``tokens_per_request``: the expected prompt and output together.
     * ``weight_bytes``: weights and context; ``activation_bytes``: the peak of a full step.
     * ``decode_tokens``: tokens after a prompt, on average; ``prefill``, ``decode``: how busy the two keep a GPU.
+    * ``rate_variance``: of its rate, over its mean squared (``TYPICAL_VARIANCE`` where it was not measured).
     """
 
     id: str
@@ -254,6 +258,7 @@ class ModelDemand:
     decode_tokens: float = 0.0
     prefill: Busy = ALWAYS
     decode: Busy = ALWAYS
+    rate_variance: float = TYPICAL_VARIANCE
 
     @property
     def engine_bytes(self) -> int:

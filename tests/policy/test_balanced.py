@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain, combinations, pairwise, product
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from fineserve_sim.policy.interfaces import Busy, GpuSlot, Instance, ModelDemand, OperatingPoint
 from fineserve_sim.policy.memory.ledger import MemoryLedger
 from fineserve_sim.policy.placement.balanced import BalancedPlacement
-from fineserve_sim.policy.placement.queueing import BURSTS, late_per_s, load_of
+from fineserve_sim.policy.placement.queueing import PARTS, late_per_s, load_of, rates
 
 GIB = 2**30
 
@@ -47,8 +48,9 @@ def late(demands: Sequence[ModelDemand], instances: Sequence[Instance]) -> float
     total = sum(by_id[id].rate_per_s for id, count in engines.items() if not count)
     for gpu in {gpu for instance in instances for gpu in instance.gpus}:
         here = [by_id[each.model] for each in instances if gpu in each.gpus]
-        for burst, part in BURSTS:
-            total += part * late_per_s([load_of(model, engines[model.id], burst) for model in here], 70 * GIB)
+        for number, part in enumerate(PARTS):
+            loads = [load_of(model, engines[model.id], rates(model)[number]) for model in here]
+            total += part * late_per_s(loads, 70 * GIB)
     return total
 
 
@@ -102,6 +104,16 @@ def test_a_model_gets_replicas_where_its_rate_asks_for_them_alone() -> None:
     placed = BalancedPlacement().place(demands, gpus(3))
     assert [each.model for each in placed.instances].count(busy.id) >= 2
     assert [each.model for each in placed.instances].count(calm.id) == 1
+
+
+def test_a_model_whose_rate_changes_gets_the_replica() -> None:
+    (steady,) = models(1, 1, load=0.5)
+    demands = [replace(steady, id=id, rate_per_s=5.0, rate_variance=0.1) for id in ("a", "b")]
+    for id in ("a", "b"):
+        bursty = [replace(each, rate_variance=4.0) if each.id == id else each for each in demands]
+        placed = BalancedPlacement().place(bursty, gpus(3))
+        counts = {each.id: [one.model for one in placed.instances].count(each.id) for each in bursty}
+        assert counts[id] > min(counts.values()), counts
 
 
 def test_what_fits_nowhere_is_unplaced() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -78,6 +79,20 @@ def test_more_rate_tighter_limits_less_memory_and_neighbours_make_more_requests_
     assert usual < share(demand(5.0), memory_bytes=12 * GIB)
     assert usual < share(demand(5.0, tpot_slo_s=0.03)) < share(demand(5.0, tpot_slo_s=0.015))
     assert late_per_s([load_of(demand(), 1)], 10 * GIB) == math.inf
+
+
+@pytest.mark.parametrize("variance", [0.0, 0.5, 3.0])
+def test_rates_are_two_of_three_nodes_of_a_log_normal_rate(variance: float) -> None:
+    """With the third one, as often as the second, mean and variance of the logarithm are exact, by Gauss and Hermite."""
+    often, seldom = queueing.rates(replace(demand(), rate_variance=variance))
+    spread = math.log(1 + variance + queueing.UNSEEN)
+    least = often**2 / seldom
+    nodes, parts = (often, seldom, least), (*queueing.PARTS, queueing.PARTS[1])
+    assert sum(parts) == pytest.approx(1)
+    logs = [math.log(each) for each in nodes]
+    mean = sum(part * each for part, each in zip(parts, logs, strict=True))
+    assert mean == pytest.approx(-spread / 2)
+    assert sum(part * (each - mean) ** 2 for part, each in zip(parts, logs, strict=True)) == pytest.approx(spread)
 
 
 def test_replicas_and_groups_share_what_is_late() -> None:

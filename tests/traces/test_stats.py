@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from fineserve_traces import ConstantLengths, describe, generate, prefix_hit_ratio, read_trace
+from fineserve_traces.model_stats import rate_variance
 
 # requests, span_s, prompt mean/p50/p95, output mean/p50/p95, req/s, peak and mean per minute, CV/min, CV of
 # inter-arrival times, models: as documented with the files in shared/data.
@@ -87,3 +88,14 @@ def test_arena_shares(shared_data):
 @pytest.mark.parametrize("name", ["burstgpt_v1_dense_120.csv", "burstgpt_v1_span30s_120.csv"])
 def test_burstgpt_rows(shared_data, name):
     assert len(read_trace(shared_data / "traces" / name)) == 120
+
+
+def test_the_variance_of_a_rate_leaves_out_what_chance_does() -> None:
+    """Poisson arrivals have none; a rate that is nought or twice its mean, as often, has 1."""
+    rng = np.random.default_rng(0)
+    steady = np.sort(rng.uniform(0, 20_000, 40_000))
+    assert rate_variance(steady, 5.0, 20_000) == pytest.approx(0.0, abs=0.01)
+    turns = np.sort(rng.uniform(0, 10_000, 40_000))
+    turns += np.floor(turns / 50) * 50  # in every other fifty seconds
+    assert rate_variance(turns, 5.0, 20_000) == pytest.approx(1.0, abs=0.03)
+    assert rate_variance(steady[:0], 5.0, 100.0) == rate_variance(steady[:3], 5.0, 4.0) == 0.0

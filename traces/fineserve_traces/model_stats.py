@@ -40,6 +40,15 @@ def tail_share(requests: list[int], models_fraction: float = 0.6) -> float:
     return sum(counts[: round(models_fraction * len(counts))]) / sum(counts)
 
 
+def rate_variance(arrival_s: FloatArray, window_s: float, duration_s: float) -> float:
+    """How much a rate changes from one window to the next: its variance over its mean squared, without what Poisson arrivals of
+    one rate have. 0 where there are too few to tell."""
+    counts = _counts(arrival_s, window_s, duration_s)
+    if not counts.any():
+        return 0.0
+    return max(0.0, float((counts.var() - counts.mean()) / counts.mean() ** 2))
+
+
 def _of(arrival_s: FloatArray, name: str, duration_s: float) -> ModelStats:
     hours = duration_s / 3600
     gaps = np.diff(arrival_s)

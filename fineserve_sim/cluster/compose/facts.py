@@ -77,6 +77,7 @@ def demand_of(served: ServedModel, gpu: GpuSpec, settings: EngineSettings, *, sl
         decode_tokens=served.mean_output_tokens,
         prefill=prefill,
         decode=decode,
+        rate_variance=served.rate_variance,
     )
 
 

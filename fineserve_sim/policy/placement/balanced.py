@@ -18,7 +18,7 @@ from math import inf
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, Placement
 from fineserve_sim.policy.memory.ledger import MemoryLedger
 from fineserve_sim.policy.placement import placed_on, tp_groups
-from fineserve_sim.policy.placement.queueing import BURSTS, Load, late_per_s, load_of
+from fineserve_sim.policy.placement.queueing import PARTS, Load, late_per_s, load_of, rates
 
 Group = tuple[int, ...]
 Change = Mapping[str, tuple[Group, ...]]
@@ -116,7 +116,7 @@ class Homes:
         return self._gain({id: (group,)}, inf)
 
     def _load(self, id: str, groups: Sequence[Group], kind: int) -> list[Load]:
-        """The load of a model's engine on GPUs of this kind in each of the ``BURSTS``, where the model's engines are on all
+        """The load of a model's engine on GPUs of this kind in each of the ``PARTS``, where the model's engines are on all
         ``groups``."""
         engines: float = len(groups)
         if self._most_per_s:  # so many of this kind would have its part of the requests
@@ -124,14 +124,14 @@ class Homes:
             engines = together_per_s / self._most_per_s[id, kind]
         if (id, engines, kind) not in self._loads:
             model = self._models[id].on(kind)
-            self._loads[id, engines, kind] = [load_of(model, engines, burst) for burst, _ in BURSTS]
+            self._loads[id, engines, kind] = [load_of(model, engines, times) for times in rates(model)]
         return self._loads[id, engines, kind]
 
     def _predicted(self, gpu: int, here: Sequence[str], change: Change) -> float:
         kind = self._kind_of[gpu]
         loads = [self._load(id, change[id] if id in change else self.groups[id], kind) for id in here]
-        in_bursts = zip(BURSTS, zip(*loads, strict=True), strict=True) if loads else ()
-        return sum([part * late_per_s(each, self._memory_bytes[gpu]) for (_, part), each in in_bursts])
+        in_parts = zip(PARTS, zip(*loads, strict=True), strict=True) if loads else ()
+        return sum([part * late_per_s(each, self._memory_bytes[gpu]) for part, each in in_parts])
 
     def _touched(self, change: Change) -> set[int]:
         """GPUs whose engines or their loads change."""

@@ -20,14 +20,17 @@ slow; the three probabilities are added.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import erfc, exp, inf, pi, sqrt
+from math import erfc, exp, inf, log, pi, sqrt
 from typing import NamedTuple
 
 from fineserve_sim.policy.interfaces import ModelDemand
 
-BURSTS = ((0.7, 2 / 3), (3.0, 1 / 6))
-"""Rates change: how many times the mean they are, and how often. They are nodes of Gauss and Hermite for a log-normal rate with
-a coefficient of variation of 1, as in Azure's code trace by the minute. The lowest is left out: few are late there."""
+PARTS = (2 / 3, 1 / 6)
+"""The parts of all time in which a model has each of its `rates`."""
+
+UNSEEN = 0.5
+"""The variance of a rate beyond ``ModelDemand.rate_variance``, since another day has other bursts. Where the past is not known,
+too, the coefficient of variation is 1, as in Azure's code trace by the minute."""
 
 
 class Load(NamedTuple):
@@ -54,13 +57,20 @@ class Load(NamedTuple):
     engine_bytes: int
 
 
-def load_of(model: ModelDemand, engines: float, burst: float = 1.0) -> Load:
-    """The load of one of so many engines that share the requests of a model evenly, at ``burst`` times its rate. Raises
+def rates(model: ModelDemand) -> tuple[float, float]:
+    """How many times its mean a model's rate is, in each of the ``PARTS``. They are nodes of Gauss and Hermite for a log-normal
+    rate. The lowest is left out: few are late there."""
+    spread = log(1.0 + model.rate_variance + UNSEEN)
+    return exp(-spread / 2.0), exp(sqrt(3.0 * spread) - spread / 2.0)
+
+
+def load_of(model: ModelDemand, engines: float, times: float = 1.0) -> Load:
+    """The load of one of so many engines that share the requests of a model evenly, at so many ``times`` its rate. Raises
     ValueError without a profile."""
     if not model.profile:
         raise ValueError(f"model {model.id} has no profile, by which late requests are predicted")
     first, last = model.profile[0], model.profile[-1]
-    rate_per_s, tokens = burst * model.rate_per_s / engines, max(1.0, model.decode_tokens)
+    rate_per_s, tokens = times * model.rate_per_s / engines, max(1.0, model.decode_tokens)
     work_s = min(point.ttft_s / point.batch for point in model.profile)
     first_s = max(0.0, first.batch / first.throughput_per_s - first.ttft_s) / tokens
     last_s = max(first_s, (last.batch / last.throughput_per_s - last.batch * work_s) / tokens)
