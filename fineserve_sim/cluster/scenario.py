@@ -31,9 +31,8 @@ class ScenarioError(ValueError):
 class ServedModel:
     """One model as users see it: geometry, precision, TP degree, expected load and SLOs (of the time per token: if any).
 
-    ``id`` names it in traces and results; ``mean_prompt_tokens`` and ``mean_output_tokens`` describe the expected load
-    for profiling (from an operator's history), never a single request. ``rate_variance``: of the rate, over its mean squared.
-    """
+    ``id`` names it in traces and results. The load is an operator's history, for profiles and placements, and never a single
+    request: rate, its variance over its mean squared, mean lengths."""
 
     id: str
     model: ModelSpec
