@@ -59,7 +59,9 @@ def test_no_request_is_lost(when: str, tmp_path: Path) -> None:
     ) as running:
         killer.running = running
         asked = answered(running, prompts, lambda number: 48)
-        eventually(lambda: killer.struck and "engine died" in incidents, 60)
+        # a restored pipeline has nothing left to do, and may be let go before its death is seen
+        ends = {"engine died", "evicted"} if when == "restored" else {"engine died"}
+        eventually(lambda: killer.struck and not ends.isdisjoint(incidents), 60)
     print(f"\n{when}: {', '.join(incidents)}")
     assert_same_but_for_ties([sink for _, sink in asked], expected)
     assert all(sink.ends == 1 for _, sink in asked)
