@@ -4,7 +4,7 @@
 
 A seed is a server of its own and so many requests, which are for one of its two models. A client of the other one times its
 tokens meanwhile, and before, while no other client asks. Engines are processes, weights lie in the region, and freed memory is
-poisoned. After each batch the control's greedy texts are compared with the start's, and memory is read.
+poisoned. After each batch the control's greedy texts are compared with the start's, and the memory of idle engines is read.
 
 Exit code 1 where a bound is broken:
 
@@ -41,6 +41,9 @@ from benchmarks.fuzz_clients import Tally, control, neighbour, shoot
 from benchmarks.fuzz_grammar import draw
 
 GROWTH = 1.05
+IDLE_S = 3.0
+"""Seconds after which idle engines have given freed memory back."""
+
 LONGEST_GAP_S, TIMES = 1.0, 5.0
 CHANGES = {
     "runtime.silent_s": "60",
@@ -88,6 +91,7 @@ def play(folder: Path, seed: int, options: argparse.Namespace) -> tuple[Played, 
                 asyncio.run(shoot(server.url, ((n, draw(seed, n, target)) for n in numbers), tally))
             played.gap_s.append(_quantiles(heard, played))
             played.wrong_controls += control(server.url, MODELS) != before
+            time.sleep(IDLE_S)
             played.rss_mb.append([round(server.rss_mb(pid), 1) for pid in (server.process.pid, *server.engine_pids())])
             print(f"seed {seed}: {numbers.stop} requests, {played.rss_mb[-1]} MB", file=sys.stderr, flush=True)
         played.deaths = server.metric("fineserve:engine_deaths_total") + (server.engine_pids() != engines)
