@@ -13,7 +13,7 @@ import argparse
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,21 +40,29 @@ def part(trace: Trace, rows: range) -> Trace:
     return replace(taken, arrival_s=taken.arrival_s - taken.arrival_s[0])
 
 
-def lines(path: Path, gpus: int, evaluations: int) -> Iterator[str]:
+def case(data: Path, folder: Path, gpus: int) -> tuple[Problem, list[Trace]]:
+    """What is chosen for, and the later requests. The trace is written into ``folder``."""
+    trace = read_trace(next((data / "traces").glob("azure2023_conv.*"))).take(np.arange(JUDGED[-1].stop))
+    path = folder / "twelve.csv"
+    replace(trace, arrival_s=trace.arrival_s / FASTER).to_csv(path)
     names = yaml.safe_load(SITUATIONS.read_text(encoding="utf-8"))["mixes"]["twelve"]
     models = tuple(model_wish(f"m{number}={model}") for number, model in enumerate(names))
     wish = Wish(path, models, gpus, TTFT_S, spread=True)
-    trace = whole_of(wish).whole_trace
-    problem, later = problem_on(wish, part(trace, CHOSEN)), [part(trace, rows) for rows in JUDGED]
+    dealt = whole_of(wish).whole_trace
+    return problem_on(wish, part(dealt, CHOSEN)), [part(dealt, rows) for rows in JUDGED]
+
+
+def lines(problem: Problem, later: Sequence[Trace], evaluations: int) -> Iterator[str]:
     began_s = time.process_time()
     best = search(problem, Budget(evaluations))
-    yield f"{gpus} GPUs, a search of {time.process_time() - began_s:.0f} s"
+    yield f"{len(problem.scenario.gpus)} GPUs, a search of {time.process_time() - began_s:.0f} s"
     yield _line("plan", [float(np.mean(on_time(on(problem, each), 0, best.layout))) for each in later])
     for name in ("balanced", *PAPERS):
-        yield _line(name, [_kept(problem, name, each) for each in later])
+        yield _line(name, [share(problem, name, each) for each in later])
 
 
-def _kept(problem: Problem, name: str, trace: Trace) -> float:
+def share(problem: Problem, name: str, trace: Trace) -> float:
+    """What a system keeps of these requests; NaN where it cannot run."""
     kept = kept_by(problem, name, trace)
     return float("nan") if kept is None else float(np.mean(kept))
 
@@ -68,12 +76,9 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=Path("../shared/data"), help="folder with traces/")
     parser.add_argument("--evaluations", type=int, default=250)
     options = parser.parse_args()
-    trace = read_trace(next((options.data / "traces").glob("azure2023_conv.*"))).take(np.arange(JUDGED[-1].stop))
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "twelve.csv"
-        replace(trace, arrival_s=trace.arrival_s / FASTER).to_csv(path)
         for gpus in (8, 7):
-            print("\n".join(lines(path, gpus, options.evaluations)), flush=True)
+            print("\n".join(lines(*case(options.data, Path(folder), gpus), options.evaluations)), flush=True)
 
 
 if __name__ == "__main__":

@@ -113,11 +113,32 @@ def test_the_sentences_below_count_what_the_table_has(matrix: ModuleType) -> Non
         found for found, theirs in zip(results, seen, strict=True) if found["plan"] < theirs - found["plan_half_width"]
     ]
     assert not worse and "No plan is worse than the system that was best on the first part" in PAGE
+    assert all(found["plan"] >= found["systems"][found["hindsight"]][1] - 1 for found in results)
+    shares = [
+        matrix.spared(found, found["systems"]["balanced"][1], theirs)
+        for found, theirs in zip(results, seen, strict=True)
+    ]
+    own = statistics.median(share for share in shares if share is not None)
+    assert f"`balanced` spares {100 * own:.0f} %" in PAGE
     good = sum(
         found["systems"]["balanced"][1] >= theirs - found["balanced_half_width"]
         for found, theirs in zip(results, seen, strict=True)
     )
     assert f"as good as it within the interval in {good} of {len(results)}" in PAGE
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not DATA.exists(), reason="needs ../shared")
+def test_twelve_models_without_a_search_keep_what_the_page_says(tmp_path: Path) -> None:
+    """The search takes minutes, and is not run."""
+    from benchmarks.plan_twelve import case, share
+
+    said = " ".join(PAGE.split())
+    for gpus, systems in ((8, ("balanced", "fineserve")), (7, ("balanced", "muxserve++"))):
+        problem, later = case(DATA, tmp_path, gpus)
+        for name in systems:
+            first, second = (100 * share(problem, name, each) for each in later)
+            assert f"{first:.1f} and {second:.1f} %" in said, (gpus, name)
 
 
 def test_the_page_has_the_plan_in_time() -> None:
