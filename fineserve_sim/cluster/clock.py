@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from enum import IntEnum
 from heapq import heappop, heappush
-from itertools import count
 
 from simpy import Environment
 from simpy.core import EmptySchedule
@@ -46,7 +45,7 @@ class Clock(Environment):
         super().__init__()
         self._time_s = 0.0
         self._moments: list[tuple[float, int, int, Callable[[float], None]]] = []
-        self._numbers = count()
+        self._number = 0  # of calls set so far
 
     @property
     def now(self) -> float:
@@ -55,7 +54,8 @@ class Clock(Environment):
     def at(self, time_s: float, order: int, callback: Callable[[float], None]) -> None:
         """Call ``callback(time_s)`` at ``time_s``, not before now. ``order`` (``order_of``) ranks it among simultaneous
         events."""
-        heappush(self._moments, (time_s, order, next(self._numbers), callback))
+        self._number += 1
+        heappush(self._moments, (time_s, order, self._number, callback))
 
     def schedule(self, event: Event, priority: int = NORMAL, delay: float = 0.0) -> None:
         """As in SimPy. The priority of an event is its rank (``order_of``), so it comes among arrivals."""

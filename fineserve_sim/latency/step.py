@@ -44,7 +44,7 @@ from fineserve_sim.latency.tables import PiecewiseLinear, TableSet
 from fineserve_sim.policy.interfaces import prompt_pairs
 
 INITIAL_ENTRIES: Final = 512
-SCALAR_STEPS: Final = 64  # below, a loop is faster than numpy's fixed cost
+SCALAR_STEPS: Final = 96  # up to there, a loop is faster than numpy's fixed cost
 
 
 class Counts:
@@ -249,9 +249,11 @@ class StepModel:
         alone_s: list[float] = []
         while context < end:
             piece_start, value, slope, next_piece = curve.piece(context)
-            contexts = range(context, end if end <= next_piece else math.ceil(next_piece), decodes)
-            alone_s += [host_s + (batch_s + (value + (context - piece_start) * slope)) for context in contexts]
-            context = contexts[-1] + decodes
+            stop = end if end <= next_piece else math.ceil(next_piece)
+            alone_s += [
+                host_s + (batch_s + (value + (keys - piece_start) * slope)) for keys in range(context, stop, decodes)
+            ]
+            context += -((context - stop) // decodes) * decodes
         if self.floor_s:
             least_s = host_s + self.floor_s
             alone_s = [step_s if step_s > least_s else least_s for step_s in alone_s]
@@ -302,8 +304,10 @@ class StepModel:
         device. A kernel counts for both units and bandwidth where they overlap; launches, host time and links for neither.
         The step lasts ``step_s``, by default what ``step_s()`` says.
         """
-        batch = decodes, decode_context, prefill_tokens, prefill_pairs, prefill_context
-        device_s, compute_s, memory_s = self.device(*batch, decodes + prefill_tokens, sampled)
+        tokens = decodes + prefill_tokens
+        device_s, compute_s, memory_s = self.device(  # compiled, a call with *batch is slow
+            decodes, decode_context, prefill_tokens, prefill_pairs, prefill_context, tokens, sampled
+        )
         if step_s is None:
             host_s = self.overhead_s + sampled * self.sequence_s
             if prefill_tokens:

@@ -94,6 +94,10 @@ class Waiting:
         return SequenceState(request.id, request.arrival_s, request.prompt_tokens, output_tokens, self.prefix)
 
 
+Growth = tuple[float, int, Collection[SequenceState]]
+"""At this time, sequences of the engine with this id take a block each."""
+
+
 class Decodes:
     """The decoding sequences of one engine, or of one lane of a pipeline. ``iteration`` counts steps done;
     ``context_tokens`` is the sum of cached tokens."""
@@ -188,10 +192,10 @@ class Decodes:
             extra += sum(self._sizes[: last - self._block_tokens])
         return cycles * self.size + extra
 
-    def pass_boundaries(self, ends_s: list[float], engine: int) -> list[tuple[float, int, dict[SequenceState, None]]]:
+    def pass_boundaries(self, ends_s: list[float], engine: int) -> list[Growth]:
         """Advance over the boundaries between iterations at these times. Returns the boundaries that open blocks, with
         ``engine`` and the sequences that need one."""
-        growths = []
+        growths: list[Growth] = []
         buckets, block_tokens, iteration = self._buckets, self._block_tokens, self.iteration
         for end_s in ends_s:
             iteration += 1

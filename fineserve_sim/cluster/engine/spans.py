@@ -15,14 +15,12 @@ first end again.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Final
 
 from fineserve_sim.cluster.clock import Clock, Kind, order_of
 from fineserve_sim.cluster.engine.loop import NEVER, Engine, Executor
-from fineserve_sim.cluster.engine.sequence import Lane, SequenceState
+from fineserve_sim.cluster.engine.sequence import Growth, Lane
 from fineserve_sim.latency.sharing import IDLE
 
 MAX_SPAN: Final = 4096
@@ -32,9 +30,6 @@ SHARED_SPAN: Final = 32
 """Longest span on a shared GPU after a neighbour changed the pace: it may soon do so again, and the end times must then be
 computed anew. Twice as long for each span that goes undisturbed, up to ``LONGEST_SHARED_SPAN``, whose times are kept."""
 LONGEST_SHARED_SPAN: Final = 256
-
-Growth = tuple[float, int, Collection[SequenceState]]
-"""At this time, sequences of the engine with this id take a block each."""
 
 
 class Spans(Executor):
@@ -76,11 +71,12 @@ class Spans(Executor):
         """The contention changes: the rest of the iteration in flight takes proportionally longer or shorter, and so do the
         iterations behind it. The span's earlier boundaries must be settled."""
         if self._lane.launched:
-            end_s = self._ends[self._settled]
+            ends, settled = self._ends, self._settled
             since_s = max(now, self._launched_s)
-            end_s = since_s + (end_s - since_s) * (slowdown / self.engine.slowdown)
-            behind = self._alone_s[self._settled + 1 : len(self._ends)]
-            self._ends[self._settled :] = accumulate([alone_s * slowdown for alone_s in behind], initial=end_s)
+            end_s = since_s + (ends[settled] - since_s) * (slowdown / self.engine.slowdown)
+            ends[settled] = end_s
+            behind = self._alone_s[settled + 1 : len(ends)]
+            ends[settled + 1 :] = [end_s := end_s + alone_s * slowdown for alone_s in behind]
             self._schedule_end()
             self._reach = SHARED_SPAN
         self.engine.slowdown = slowdown
@@ -94,7 +90,7 @@ class Spans(Executor):
             if self._shares_gpu:
                 self._reach = SHARED_SPAN
 
-    def pass_boundaries(self, now: float, order: int) -> Sequence[Growth]:
+    def pass_boundaries(self, now: float, order: int) -> list[Growth]:
         """Pass the boundaries inside the span that come before (``now``, ``order``): every decode has a token more at each.
         Returns where new blocks are due; the domain takes them. There must be a boundary left in the span."""
         return self._decodes.pass_boundaries(self._advance_to(now, order), self.engine.index)

@@ -15,8 +15,8 @@ from operator import itemgetter
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.lone import Lone
 from fineserve_sim.cluster.engine.loop import Engine
-from fineserve_sim.cluster.engine.sequence import Decodes, SequenceState
-from fineserve_sim.cluster.engine.spans import Growth, Spans
+from fineserve_sim.cluster.engine.sequence import Decodes, Growth
+from fineserve_sim.cluster.engine.spans import Spans
 from fineserve_sim.policy.interfaces import takes_time
 from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 
@@ -29,6 +29,7 @@ class MemoryDomain:
         self.engines = tuple(engines)
         self._memories = tuple(memories)
         self._spans = {engine.index: engine.executor for engine in engines if isinstance(engine.executor, Spans)}
+        self._in_turn = tuple(spans for _, spans in sorted(self._spans.items()))
         self._managers = tuple(memory for memory in memories if not isinstance(memory, PrivatePools))
         self._clocks = tuple(memory for memory in self._managers if takes_time(memory))
 
@@ -37,14 +38,26 @@ class MemoryDomain:
         for clock in self._clocks:
             clock.advance(now)
         growths: list[Growth] = []
-        for spans in self._spans.values():
+        for spans in self._in_turn:
             if spans.next_boundary_s <= now:
                 growths += spans.pass_boundaries(now, order)
         if growths:
-            self._grow(_in_turn(growths) if len(growths) > 1 else growths)
+            if growths[0][1] != growths[-1][1]:
+                growths.sort(key=itemgetter(0))  # they are in the order of engines, and stay so within a moment
+            self._grow(growths)
 
-    def _grow(self, growths: Sequence[Growth]) -> None:
-        for _, index, sequences in growths:
+    def _grow(self, growths: list[Growth]) -> None:
+        """Take the blocks of growths in their order; consecutive ones of one engine together."""
+        place, end = 0, len(growths)
+        while place < end:
+            _, index, sequences = growths[place]
+            place += 1
+            if place < end and growths[place][1] == index:
+                several = [*sequences]
+                while place < end and growths[place][1] == index:
+                    several += growths[place][2]
+                    place += 1
+                sequences = several
             if not self._spans[index].kv.grow_each(sequences):
                 raise AssertionError(f"engine {index}: no memory inside a span")
 
@@ -151,14 +164,3 @@ def connected(parts: Mapping[int, Collection[Hashable]]) -> list[tuple[int, ...]
         for part in (part for other in members for part in parts[other]):
             group_of[part] = members
     return sorted(tuple(sorted(members)) for members in {id(own): own for own in group_of.values()}.values())
-
-
-def _in_turn(growths: Sequence[Growth]) -> Sequence[Growth]:
-    """The growths in the order of time, then engine; consecutive growths of one engine become one."""
-    turns: list[tuple[float, int, list[SequenceState]]] = []
-    for end_s, index, sequences in sorted(growths, key=itemgetter(0, 1)):
-        if turns and turns[-1][1] == index:
-            turns[-1][2].extend(sequences)
-        else:
-            turns.append((end_s, index, [*sequences]))
-    return turns

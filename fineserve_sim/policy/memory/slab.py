@@ -5,72 +5,19 @@ The tensor is cut into slabs of equal size (FineServe, section 5.2). A free slab
 owns is arithmetic (see geometry.py), so no id is translated and no driver is called at run time.
 
 Choice of a slab: the most used PARTIAL one, then the lowest id, so that little used slabs can drain; then the free slab
-with the lowest id. Free slabs, and the PARTIAL slabs of a key with so many blocks in use, are bits of a set (``_Slabs``).
-So alloc and free cost a few bit operations for each slab and each block touched; at worst, a look for the lowest slab passes
-all words of the set.
+with the lowest id. Free slabs, and the PARTIAL slabs of a key with so many blocks in use, are bits of a set (``SlabSet``).
+So alloc and free cost a few bit operations for each slab and each block touched.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import TypeVar
 
 from fineserve_sim.policy.interfaces import KVLedger
 from fineserve_sim.policy.memory.geometry import SlabPlan, plan_slabs
-
-WORD: Final = 60
-"""Slabs of a word of a set: machine integers where this is compiled."""
-
-
-class _Slabs:
-    """Some slabs, of which those with the lowest ids are found fast: a bit each."""
-
-    def __init__(self, slabs: int, members: range = range(0)) -> None:
-        bits = (1 << members.stop) - (1 << members.start)
-        self._words = [bits >> first & (1 << WORD) - 1 for first in range(0, slabs + 1, WORD)]
-        self._first = 0  # the words before it are empty
-        self.size = len(members)
-
-    def add(self, slab_id: int) -> None:
-        word = slab_id // WORD
-        self._words[word] = self._words[word] | 1 << slab_id % WORD
-        self.size += 1
-        self._first = min(self._first, word)
-
-    def remove(self, slab_id: int) -> None:
-        word = slab_id // WORD
-        self._words[word] = self._words[word] ^ 1 << slab_id % WORD
-        self.size -= 1
-
-    def take(self, count: int) -> list[int]:
-        """Remove and return the ``count`` lowest slabs. There must be as many."""
-        taken: list[int] = []
-        self.size -= count
-        words, word = self._words, self._first
-        while len(taken) < count:
-            while not words[word]:
-                word += 1
-            bits = words[word]
-            while bits and len(taken) < count:
-                taken.append(word * WORD + lowest_bit(bits))
-                bits &= bits - 1
-            words[word] = bits
-        self._first = word
-        return taken
-
-    def ids(self) -> list[int]:
-        """All of them, in order."""
-        if not any(self._words):
-            return []  # most sets are empty, and a check asks hundreds of them
-        return [
-            word * WORD + place for word, bits in enumerate(self._words) for place in range(WORD) if bits >> place & 1
-        ]
-
-
-def lowest_bit(bits: int) -> int:
-    """The place of the lowest bit that is set; there must be one."""
-    return (bits & -bits).bit_length() - 1
+from fineserve_sim.policy.memory.slab_set import SlabSet, lowest_bit
 
 
 class _Pool:
@@ -91,7 +38,7 @@ class _Pool:
         self.capacity_blocks = self.unformatted_blocks = self.blocks_in(slabs)
         self.used, self.free_bits = [0] * slabs.stop, [0] * slabs.stop
         most = self.blocks_per_slab or max(self.grid_blocks, default=0)
-        self.partial = [_Slabs(slabs.stop) for _ in range(most)]
+        self.partial = [SlabSet(slabs.stop) for _ in range(most)]
         self.top = 0
         self.spare_blocks = self.used_blocks = 0
 
@@ -107,21 +54,16 @@ class _Pool:
         self.top = top
         return top
 
-    def slabs_for(self, blocks: int, used: int) -> int:
-        """How many of the PARTIAL slabs with ``used`` blocks in use give ``blocks`` more: as many as these surely fill, but at
-        least one."""
-        return max(1, min(self.partial[used].size, blocks // (len(self.partial) - used)))
-
     def sort(self, slab_id: int, used: int) -> None:
         """Add a slab with ``used`` blocks in use, not all of them, to the PARTIAL slabs."""
         self.partial[used].add(slab_id)
         self.top = max(self.top, used)
 
-    def give_back(self, slab_id: int, place: int) -> bool:
-        """A block of a slab is free. Returns whether all of them are."""
+    def give_back(self, slab_id: int, bits: int, blocks: int) -> bool:
+        """So many blocks of a slab, at these places, are free. Returns whether all of them are."""
         before = self.used[slab_id]
-        self.used[slab_id] = used = before - 1
-        self.free_bits[slab_id] = (self.free_bits[slab_id] | 1 << place) if used else 0  # in place, it is slow compiled
+        self.used[slab_id] = used = before - blocks
+        self.free_bits[slab_id] = (self.free_bits[slab_id] | bits) if used else 0  # in place, it is slow compiled
         if before < (self.blocks_per_slab or self.grid_blocks[slab_id]):
             self.partial[before].remove(slab_id)
         if used:
@@ -178,7 +120,7 @@ class KVSlabManager:
             )
         self._total_bytes = total_bytes
         self._slabs = range(reserved_slabs, self.slab_count)
-        self._free = _Slabs(self.slab_count, self._slabs)  # formatted for nobody
+        self._free = SlabSet(self.slab_count, self._slabs)  # formatted for nobody
         self._pools = {key: _Pool(key, self.plan, self._slabs) for key in sorted(set(owners.values()))}
         self._grid_pools = [pool for pool in self._pools.values() if not pool.blocks_per_slab]
         self._owners = Owners("KV slab manager", {owner: _Holder(self._pools[key]) for owner, key in owners.items()})
@@ -200,20 +142,22 @@ class KVSlabManager:
         ids: list[int] = []
         left, free_bits = blocks, pool.free_bits
         while left and (used := pool.most_used()):
-            for slab_id in pool.partial[used].take(pool.slabs_for(left, used)):
-                first = slab_id * pool.blocks_per_slab or self.plan.span(pool.block_bytes, slab_id)[0]
-                rest, taken = free_bits[slab_id], 0
-                while rest and taken < left:
-                    ids.append(first + lowest_bit(rest))
-                    rest &= rest - 1
-                    taken += 1
-                free_bits[slab_id] = rest
-                pool.used[slab_id] = used + taken
-                if rest:
-                    pool.sort(slab_id, used + taken)
-                left -= taken
-        if left:
+            slab_id = pool.partial[used].pop()
+            first = slab_id * pool.blocks_per_slab or self.plan.span(pool.block_bytes, slab_id)[0]
+            rest, taken = free_bits[slab_id], 0
+            while rest and taken < left:
+                ids.append(first + lowest_bit(rest))
+                rest &= rest - 1
+                taken += 1
+            free_bits[slab_id] = rest
+            pool.used[slab_id] = used + taken
+            if rest:
+                pool.sort(slab_id, used + taken)
+            left -= taken
+        if left and pool.blocks_per_slab:
             self._take_fresh(pool, left, ids)
+        elif left:
+            self._take_fresh_of_grid(pool, left, ids)
         pool.spare_blocks -= blocks
         pool.used_blocks += blocks
         holder.held.update(ids)
@@ -245,36 +189,58 @@ class KVSlabManager:
         return slab_id, block - self.plan.span(pool.block_bytes, slab_id)[0]
 
     def _unset(self, pool: _Pool, block_ids: Sequence[int]) -> list[int]:
-        """These blocks are free. Returns the slabs without a used block."""
-        drained = []
+        """These blocks are free. Returns the slabs without a used block. Consecutive ids of a slab go together."""
+        drained: list[int] = []
+        last, bits, blocks = -1, 0, 0
         for block in block_ids:
             slab_id, place = self._slab_of(pool, block)
-            if pool.give_back(slab_id, place):
-                drained.append(slab_id)
+            if slab_id != last:
+                if blocks and pool.give_back(last, bits, blocks):
+                    drained.append(last)
+                last, bits, blocks = slab_id, 0, 0
+            bits |= 1 << place
+            blocks += 1
+        if blocks and pool.give_back(last, bits, blocks):
+            drained.append(last)
         return drained
 
     def _take_fresh(self, pool: _Pool, left: int, ids: list[int]) -> None:
-        """Give so many blocks of free slabs, whole ones first. There must be as many, and no PARTIAL slab."""
+        """Give so many blocks of free slabs, and of the last one perhaps a part. There must be as many, and no PARTIAL slab."""
         per_slab = pool.blocks_per_slab
-        if per_slab and left >= per_slab:
-            slab_ids = self._format(pool, left // per_slab)
-            if per_slab == 1:
-                ids += slab_ids
-            else:
-                for id in slab_ids:
-                    ids += range(id * per_slab, (id + 1) * per_slab)
-                    pool.used[id] = per_slab
-            left %= per_slab
-        while left:  # a part of one, or of grid keys one after the other
-            (slab_id,) = slab_ids = self._format(pool, 1)
-            first, blocks = self.plan.span(pool.block_bytes, slab_id)[0], pool.blocks_in(slab_ids)
-            taken = min(left, blocks)
-            ids += range(first, first + taken)
-            pool.free_bits[slab_id] = (1 << blocks) - (1 << taken)
-            pool.used[slab_id] = taken
-            if taken < blocks:
-                pool.sort(slab_id, taken)
+        whole, rest = left // per_slab, left % per_slab
+        slab_ids = self._format(pool, whole + (1 if rest else 0))
+        if per_slab == 1:
+            ids += slab_ids
+            return
+        if rest:
+            opened = slab_ids.pop()
+        first = end = 0  # of slabs in a row
+        for slab_id in slab_ids:
+            pool.used[slab_id] = per_slab
+            if slab_id != end:
+                ids += range(first * per_slab, end * per_slab)
+                first = slab_id
+            end = slab_id + 1
+        ids += range(first * per_slab, end * per_slab)
+        if rest:
+            self._open(pool, opened, opened * per_slab, per_slab, rest, ids)
+
+    def _take_fresh_of_grid(self, pool: _Pool, left: int, ids: list[int]) -> None:
+        """As ``_take_fresh``, for a grid key, whose slabs differ: one after the other."""
+        while left:
+            (slab_id,) = self._format(pool, 1)
+            first, end = self.plan.span(pool.block_bytes, slab_id)
+            taken = min(left, end - first)
+            self._open(pool, slab_id, first, end - first, taken, ids)
             left -= taken
+
+    def _open(self, pool: _Pool, slab_id: int, first: int, blocks: int, taken: int, ids: list[int]) -> None:
+        """Give the first ``taken`` of the blocks of a slab that was just formatted."""
+        ids += range(first, first + taken)
+        pool.free_bits[slab_id] = (1 << blocks) - (1 << taken)
+        pool.used[slab_id] = taken
+        if taken < blocks:
+            pool.sort(slab_id, taken)
 
     def _format(self, pool: _Pool, count: int) -> list[int]:
         """Format the ``count`` lowest free slabs to the key of the pool. There must be as many."""
@@ -286,8 +252,7 @@ class KVSlabManager:
 
     def _give_back(self, pool: _Pool, slab_ids: Sequence[int]) -> None:
         """These slabs of the pool are empty: they are free again."""
-        for slab_id in slab_ids:
-            self._free.add(slab_id)
+        self._free.add_all(slab_ids)
         pool.spare_blocks -= pool.blocks_in(slab_ids)
         for grid_pool in self._grid_pools:
             grid_pool.unformatted_blocks += grid_pool.blocks_in(slab_ids)

@@ -280,6 +280,8 @@ class _LengthOrder:
 
     def _index(self, row: _Row) -> int:
         """The first block whose last row is not before ``row``."""
+        if len(self.blocks) == 1:  # as most queues
+            return 0 if row <= self.blocks[0].rows[-1] else 1
         return bisect_left(self.blocks, row, key=lambda block: block.rows[-1])
 
 
