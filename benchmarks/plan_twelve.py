@@ -21,7 +21,7 @@ import numpy as np
 import yaml
 from fineserve_traces import Trace, read_trace
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1]))  # last: a compiled build goes first
 
 from benchmarks.plan_matrix import PAPERS, SITUATIONS, kept_by
 from fineserve_sim.planning.find import Budget, search
