@@ -295,6 +295,19 @@ def test_who_was_refused_may_end_its_body_and_ask_again() -> None:
         assert status == 400 and "no JSON" in error["message"]
 
 
+def test_who_was_refused_and_has_ended_its_body_is_silent_as_any_other() -> None:
+    """No second answer comes: a client that reads its first one late, or keeps the connection, would take it for its next."""
+    post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n"
+    limits = HttpLimits(head_s=0.05, silent_s=0.5)
+    with served(limits=limits, keys=(Key("team", "t"),)) as here, connected(here) as connection:
+        connection.sendall(post)
+        assert answer_on(connection)[0] == 401
+        connection.sendall(b"x" * 10)
+        assert connection.recv(1000) == b""
+        assert here.metric("fineserve:http_refused_total", reason="slow_head") == 0
+        eventually(lambda: here.metric("fineserve:http_refused_total", reason="silent") == 1)
+
+
 def test_clients_with_slow_bodies_hold_nobody_up() -> None:
     post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
     with served() as here, ExitStack() as stack:

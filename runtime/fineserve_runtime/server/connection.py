@@ -41,7 +41,7 @@ class GuardedProtocol(H11Protocol):
         if len(self.connections) > self.limits.connections:
             self._refuse(ApiError(503, "too many connections", code="connections", reason="connections"))
         else:
-            self._head_timer = self.loop.call_later(self.limits.silent_s, self._never_spoke)
+            self._await_silence()
 
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
@@ -58,6 +58,8 @@ class GuardedProtocol(H11Protocol):
         self._await_rest()
         if self.conn.their_state is not h11.IDLE:
             self._forget_head()
+        elif not self.conn.trailing_data[0]:
+            self._await_silence()  # the body of a request that was answered early has ended
         elif not self._head_begun:
             self._await_head()
 
@@ -101,6 +103,10 @@ class GuardedProtocol(H11Protocol):
         self._forget_head()
         self._head_begun = True
         self._head_timer = self.loop.call_later(self.limits.head_s, self._too_slow)
+
+    def _await_silence(self) -> None:
+        self._forget_head()
+        self._head_timer = self.loop.call_later(self.limits.silent_s, self._never_spoke)
 
     def _forget_head(self) -> None:
         self._head_begun = False
