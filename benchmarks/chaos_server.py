@@ -36,7 +36,7 @@ LATEST_S = 10.0  # runtime.queued_s
 LONGEST_S = 60.0  # runtime.request_s
 BODY_S = 90.0
 """``runtime.limits.body_s``: as patient as the clients. On a busy machine one thread took 60 to 80 s for its burst of 1,500
-requests, and may begin the body of 20 MB later than the usual 30 s."""
+requests. It may begin the body of 20 MB later than the usual 30 s."""
 SETTINGS = {
     "runtime.mode": "processes",
     "runtime.admin_key_env": "CHAOS_ADMIN_KEY",
