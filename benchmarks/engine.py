@@ -15,9 +15,10 @@ gaps K times longer.
 ratio. ``--peer`` also runs another simulator on the very requests simulated here, see ``peers.py``. Both ratios are of one
 run on one machine; seconds of different runs say little. ``--profile`` adds where the time of the loop goes.
 
-``--against CHECKOUT`` runs all of these set-ups alternately with the simulator of this checkout and of another one,
+``--against CHECKOUT`` runs all of these set-ups alternately with the simulator that Python imports here and with another one,
 ``--rounds`` times each. It prints the ratios of requests per CPU-second, this one over the other. The other one need not have
-this file. A compiled build (``dev.py compile``) is such a checkout: ``--against build/compiled``.
+this file. A compiled build (``dev.py compile``) is such a checkout: ``--against build/compiled``, or, with
+``PYTHONPATH=build/compiled``, against another compiled build.
 
 CPU seconds count this process. ``loop_s`` is the best of ``--repeat`` loops; ``startup_s`` (interpreter, imports,
 trace, set-up), ``process_s`` and ``peak_mb`` count the whole process up to the end of the first simulation.
@@ -47,13 +48,16 @@ from types import CodeType
 import numpy as np
 from fineserve_traces import Lognormal, LognormalLengths, Trace, generate, poisson, read_trace
 
+import fineserve_sim
 from fineserve_sim.catalog import gpu, model, precision
 from fineserve_sim.cluster import EngineSettings, Gpu, RunResult, Scenario, ServedModel, simulate
 from fineserve_sim.policy import controller
 from fineserve_sim.systems import SystemSpec, load_systems
 from fineserve_sim.systems.spec import PinnedPlacementSpec
 
-ROOT = Path(__file__).resolve().parents[1]
+THIS = Path(fineserve_sim.__file__).resolve().parents[1]
+"""The checkout, or compiled build, whose simulator is imported."""
+
 SETTINGS = EngineSettings(token_budget=512, max_sequences=128, block_tokens=16)
 COLOCATED = ("W16A16", "W8A8KV8", "W4A16", "W8A8KV8")
 GROUPS = ("vllm-dp", "llumnix")
@@ -220,9 +224,9 @@ def against_checkout(other: Path, options: list[str], rounds: int) -> Iterator[t
     for name, set_up in SET_UPS.items():
         pairs = []
         for number in range(rounds):
-            order = (ROOT, other) if number % 2 else (other, ROOT)
+            order = (THIS, other) if number % 2 else (other, THIS)
             speeds = {checkout: _speed(checkout, [*set_up, *options]) for checkout in order}
-            pairs.append((speeds[ROOT], speeds[other]))
+            pairs.append((speeds[THIS], speeds[other]))
         ratios = [new / old for new, old in pairs]
         yield (
             name,

@@ -35,14 +35,14 @@ def test_two_checkouts_take_turns(engine: ModuleType, monkeypatch: pytest.Monkey
 
     def speed(checkout: Path, options: list[str]) -> float:
         asked.append((checkout, options))
-        return 3.0 if checkout == engine.ROOT else 2.0
+        return 3.0 if checkout == engine.THIS else 2.0
 
     monkeypatch.setattr(engine, "_speed", speed)
     other = Path("other")
     found = dict(engine.against_checkout(other, ["--requests", "10"], rounds=3))
     assert list(found) == list(engine.SET_UPS)
     assert all(row["ratio"] == row["ratio_min"] == row["ratio_max"] == 1.5 for row in found.values())
-    assert [checkout for checkout, _ in asked[:6]] == [other, engine.ROOT, engine.ROOT, other, other, engine.ROOT]
+    assert [checkout for checkout, _ in asked[:6]] == [other, engine.THIS, engine.THIS, other, other, engine.THIS]
     assert asked[-1][1] == ["--groups", "llumnix", "--requests", "10"]
 
 

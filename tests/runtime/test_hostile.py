@@ -295,8 +295,8 @@ def test_who_was_refused_may_end_its_body_and_ask_again() -> None:
         assert status == 400 and "no JSON" in error["message"]
 
 
-def test_who_was_refused_and_has_ended_its_body_is_silent_as_any_other() -> None:
-    """No second answer comes: a client that reads its first one late, or keeps the connection, would take it for its next."""
+def test_a_refused_client_whose_body_has_ended_gets_no_second_answer() -> None:
+    """The next request on the connection would take it for its own."""
     post = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n"
     limits = HttpLimits(head_s=0.05, silent_s=0.5)
     with served(limits=limits, keys=(Key("team", "t"),)) as here, connected(here) as connection:

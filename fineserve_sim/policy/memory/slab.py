@@ -120,7 +120,7 @@ class KVSlabManager:
             )
         self._total_bytes = total_bytes
         self._slabs = range(reserved_slabs, self.slab_count)
-        self._free = SlabSet(self.slab_count, self._slabs)  # formatted for nobody
+        self._free = SlabSet(self.slab_count, self._slabs)  # without a format
         self._pools = {key: _Pool(key, self.plan, self._slabs) for key in sorted(set(owners.values()))}
         self._grid_pools = [pool for pool in self._pools.values() if not pool.blocks_per_slab]
         self._owners = Owners("KV slab manager", {owner: _Holder(self._pools[key]) for owner, key in owners.items()})
