@@ -27,7 +27,7 @@ def _fleet(models: int, hosted: int) -> Run:
     served = tuple(
         ServedModel(f"m{i}", model("llama-3.2-1b"), precision("fp16"), 1, 1.0, 1.0, 100, 20) for i in range(models)
     )
-    cards = tuple(Gpu(i, i // 8, gpu("h100-sxm")) for i in range(max(1, models // 2)))
+    cards = tuple(Gpu(i, i // 8, gpu("h100-sxm")) for i in range(-(-models // 2)))
     groups = {f"m{i}": [[i % len(cards)]] for i in range(hosted)}
     spec = SystemSpec.model_validate(
         load_systems()["prism"].model_dump()

@@ -23,6 +23,7 @@ from fineserve_sim.policy.fleet.views import EngineView, FleetView, Pending, Sta
 from fineserve_sim.policy.groups.drop_plan import plan_drop
 from fineserve_sim.policy.interfaces import GpuSlot, ModelDemand, OperatingPoint, PlacementPolicy
 from fineserve_sim.policy.memory.prefix import SharedBlocks
+from fineserve_sim.policy.placement.balanced import BalancedPlacement
 from fineserve_sim.policy.placement.fineserve import FineServePlacement
 from fineserve_sim.policy.placement.kvpr import KvprPlacement
 from fineserve_sim.policy.placement.muxserve import MuxServePlacement
@@ -214,6 +215,7 @@ COSTS: list[Cost] = [
     Cost("Algorithm 1", "a placement", 2.0, MODELS, placing(FineServePlacement())),
     Cost("KVPR", "a placement", 2.0, MODELS, placing(KvprPlacement())),
     Cost("KVPR, judged with the model", "a placement", 2.0, MODELS, placing(KvprPlacement("post"))),
+    Cost("balanced", "a placement", 1.0, MODELS, placing(BalancedPlacement())),
     Cost("MuxServe", "a placement", 2.0, MODELS, placing(MuxServePlacement())),
     Cost("MuxServe, TP 1 to 8", "a placement", 2.0, (32, 64, 128), placing(MuxServePlacement(), (1, 1, 1, 1, 2, 4, 8))),
     Cost("recorded prefixes", "a block", 50e-6, (1000, 2000, 4000, 8000), evicting),

@@ -223,7 +223,7 @@ def test_the_figure_is_drawn_alike_twice(bench: dict[str, ModuleType], tmp_path:
 def test_every_cost_is_measured_at_small_sizes(bench: dict[str, ModuleType]) -> None:
     """Each has a name of its own and does some work; the table has a line for each."""
     costs, all_costs = bench["costs"], (*bench["costs"].COSTS, *bench["cluster_costs"].CLUSTER_COSTS)
-    measured = [costs.measure(cost, 1, sizes=(24, 48)) for cost in all_costs]
+    measured = [costs.measure(cost, 1, sizes=(25, 48)) for cost in all_costs]
     assert len({(one.name, one.unit) for one in measured}) == len(all_costs)
     assert all(min(one.cost_s) > 0 and np.isfinite(one.slope) for one in measured)
     lines = costs.table(measured).splitlines()[1:]
