@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, combinations, pairwise, product
 
@@ -12,7 +12,7 @@ import pytest
 
 from fineserve_sim.policy.interfaces import Busy, GpuSlot, Instance, ModelDemand, OperatingPoint
 from fineserve_sim.policy.memory.ledger import MemoryLedger
-from fineserve_sim.policy.placement.balanced import BalancedPlacement
+from fineserve_sim.policy.placement.balanced import BalancedPlacement, Homes
 from fineserve_sim.policy.placement.queueing import PARTS, late_per_s, load_of, rates
 
 GIB = 2**30
@@ -69,6 +69,27 @@ def test_it_finds_what_brute_force_finds(seed: int) -> None:
     demands = models(4, seed, load=1.5)
     found = late(demands, BalancedPlacement().place(demands, gpus(3)).instances)
     assert found - brute_force(demands, 3) <= 0.02 * sum(model.rate_per_s for model in demands)
+
+
+@pytest.mark.parametrize(("seed", "degrees", "load"), [(2, (1, 2), 6.0), (3, (1, 2), 2.0), (4, (1,), 1.0)])
+def test_no_change_spares_more_than_the_best(seed: int, degrees: tuple[int, ...], load: float) -> None:
+    def late_on(groups: Mapping[str, tuple[tuple[int, ...], ...]]) -> float:
+        return late(demands, [Instance(id, 0, group, 1.0, 0) for id, own in groups.items() for group in own])
+
+    demands = models(9, seed, degrees, load)
+    groups = {model.id: (tuple(range(2 * (at % 2), 2 * (at % 2) + model.tp)),) for at, model in enumerate(demands)}
+    for _ in range(6):
+        homes = Homes(demands, gpus(6), groups)
+        for gpu in gpus(6):
+            homes.open(gpu)
+        changes = [change for candidate in homes._candidates(6) for change in homes._changes(*candidate)]
+        best = homes.best(6, -1e-9)
+        least = min(late_on(groups | change) for change in changes)
+        if best is None:
+            assert least > late_on(groups) - 1e-8
+            return
+        assert late_on(groups | best) == pytest.approx(least, rel=1e-9)
+        groups |= best
 
 
 @pytest.mark.slow

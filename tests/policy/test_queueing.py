@@ -50,8 +50,8 @@ def test_the_law_of_prompts_is_smooth_at_full_load_and_tends_to_what_cannot_be_s
 
 
 def test_decodes_are_little_s_law_with_steps_that_grow() -> None:
-    load, pace = load_of(demand(), 1), queueing._Pace(1.5, 2.0)
-    running, stay_s = queueing._decoding(load, pace, 2.0)
+    load = load_of(demand(), 1)
+    running, stay_s = queueing._decoding(load, 2.0, 2.0, 0.15)
     step_s = 2.0 * (load.first_s + (running - 1) * load.more_s)
     assert running == pytest.approx(2.0 * stay_s)
     assert stay_s * (1 - 2.0 * 0.15) == pytest.approx(step_s * (100 - 2.0 * stay_s))

@@ -19,9 +19,8 @@ slow; the three probabilities are added.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 from math import erfc, exp, inf, log, pi, sqrt
-from typing import NamedTuple
 
 from fineserve_sim.policy.interfaces import ModelDemand
 
@@ -33,12 +32,18 @@ UNSEEN = 0.5
 too, the coefficient of variation is 1, as in Azure's code trace by the minute."""
 
 
-class Load(NamedTuple):
+Pair = tuple[float, float]
+"""Of compute units and of bandwidth."""
+
+
+@dataclass(frozen=True)
+class Load:
     """One engine and its part of a model's requests: ``rate_per_s`` of them, ``weight_per_s`` as counted on each of its GPUs.
 
     ``prompt_s`` and ``work_s``: a prompt alone, and one of many. ``first_s`` and ``more_s``: a decode step, and the seconds
     that each further request adds. ``prefill`` and ``decode``: the parts of a step in which compute units and bandwidth are
-    busy.
+    busy. ``decoding`` and ``busy``: the parts of all time in which an engine alone keeps them so, with decodes and with
+    anything.
     """
 
     rate_per_s: float
@@ -51,8 +56,10 @@ class Load(NamedTuple):
     first_s: float
     more_s: float
     most: int
-    prefill: tuple[float, float]
-    decode: tuple[float, float]
+    prefill: Pair
+    decode: Pair
+    decoding: Pair
+    busy: Pair
     request_bytes: float
     engine_bytes: int
 
@@ -75,6 +82,9 @@ def load_of(model: ModelDemand, engines: float, times: float = 1.0) -> Load:
     first_s = max(0.0, first.batch / first.throughput_per_s - first.ttft_s) / tokens
     last_s = max(first_s, (last.batch / last.throughput_per_s - last.batch * work_s) / tokens)
     more_s = (last_s - first_s) / max(1, last.batch - 1)
+    prefilling = min(1.0, rate_per_s * work_s)
+    decoding = (1.0 - prefilling) * (1.0 - exp(-rate_per_s * tokens * first_s))
+    compute, bandwidth = decoding * model.decode.compute, decoding * model.decode.bandwidth
     return Load(
         rate_per_s=rate_per_s,
         weight_per_s=rate_per_s / model.tp,
@@ -88,76 +98,47 @@ def load_of(model: ModelDemand, engines: float, times: float = 1.0) -> Load:
         most=last.batch,
         prefill=model.prefill,
         decode=model.decode,
+        decoding=(compute, bandwidth),
+        busy=(compute + prefilling * model.prefill.compute, bandwidth + prefilling * model.prefill.bandwidth),
         request_bytes=first.kv_bytes / first.batch,
         engine_bytes=model.engine_bytes,
     )
 
 
-class _Pace(NamedTuple):
-    """How many times longer prompts and decode steps of an engine last beside its neighbours."""
-
-    prompts: float
-    decodes: float
-
-
-class _Busy(NamedTuple):
-    """The parts of all time in which an engine keeps compute units and bandwidth busy: with decodes, and with anything."""
-
-    decode_compute: float
-    decode_bandwidth: float
-    compute: float
-    bandwidth: float
-
-
-def late_per_s(loads: Sequence[Load], memory_bytes: int) -> float:
+def late_per_s(loads: list[Load], memory_bytes: int) -> float:
     """Requests a second that engines with these loads serve too late on one GPU; infinite where they do not fit."""
-    left_bytes = memory_bytes - sum([load.engine_bytes for load in loads])
+    left_bytes = memory_bytes
+    decode_compute = decode_bandwidth = compute = bandwidth = 0.0
+    for load in loads:
+        left_bytes -= load.engine_bytes
+        decode_compute += load.decoding[0]
+        decode_bandwidth += load.decoding[1]
+        compute += load.busy[0]
+        bandwidth += load.busy[1]
     if left_bytes <= 0:
         return inf
-    paces = _paces(loads)
-    rho = square_s = 0.0
-    for load, pace in zip(loads, paces, strict=True):
-        work = load.rate_per_s * load.work_s * pace.prompts
+    slower, rho, square_s = [], 0.0, 0.0
+    for load in loads:  # prompts beside decodes of neighbours; all prompts wait in one queue
+        beside = load.prefill[0] * (decode_compute - load.decoding[0])
+        prompts = 1.0 + max(beside, load.prefill[1] * (decode_bandwidth - load.decoding[1]))
+        work = load.rate_per_s * load.work_s * prompts
         rho += work
-        square_s += work * load.work_s * pace.prompts
+        square_s += work * load.work_s * prompts
+        slower.append(prompts)
     late = used_bytes = spread = weight_per_s = 0.0
-    for load, pace in zip(loads, paces, strict=True):
-        share = _too_late(load.slo_s - load.prompt_s * pace.prompts, rho, square_s)
-        served_per_s = load.rate_per_s * (1.0 - share)
-        running, stay_s = _decoding(load, pace, served_per_s)
+    for load, prompts in zip(loads, slower, strict=True):
+        share = _too_late(load.slo_s - load.prompt_s * prompts, rho, square_s)
+        served_per_s, service_s = load.rate_per_s * (1.0 - share), load.work_s * prompts
+        beside = load.decode[0] * (compute - load.busy[0])
+        decodes = 1.0 + max(beside, load.decode[1] * (bandwidth - load.busy[1]))
+        running, stay_s = _decoding(load, decodes, served_per_s, service_s)
         if load.tpot_slo_s < inf:
-            share += _too_slow(load, pace, served_per_s, stay_s)
+            share += _too_slow(load, served_per_s, service_s, stay_s)
         used_bytes += running * load.request_bytes
-        spread += 2.0 * running * load.request_bytes**2
+        spread += 2.0 * running * load.request_bytes * load.request_bytes
         late += load.weight_per_s * share
         weight_per_s += load.weight_per_s
     return late + weight_per_s * _excess(left_bytes, used_bytes, spread)
-
-
-def _paces(loads: Sequence[Load]) -> list[_Pace]:
-    """The pace of each engine, beside neighbours that are as busy as if they were alone."""
-    if len(loads) == 1:
-        return [_Pace(1.0, 1.0)]
-    each = [_busy(load) for load in loads]
-    every = _Busy(*[sum(column) for column in zip(*each, strict=True)])
-    return [_pace(load, own, every) for load, own in zip(loads, each, strict=True)]
-
-
-def _busy(load: Load) -> _Busy:
-    """The fractions of time and bandwidth in which an engine alone is busy."""
-    prefilling = min(1.0, load.rate_per_s * load.work_s)
-    decoding = (1.0 - prefilling) * (1.0 - exp(-load.rate_per_s * load.decode_tokens * load.first_s))
-    compute, bandwidth = decoding * load.decode[0], decoding * load.decode[1]
-    return _Busy(compute, bandwidth, compute + prefilling * load.prefill[0], bandwidth + prefilling * load.prefill[1])
-
-
-def _pace(load: Load, own: _Busy, every: _Busy) -> _Pace:
-    """The pace of an engine that is ``own`` busy, where all together are ``every``. Prompts of others wait in the one queue
-    of the GPU, not here."""
-    compute, bandwidth = every.decode_compute - own.decode_compute, every.decode_bandwidth - own.decode_bandwidth
-    prompts = max(load.prefill[0] * compute, load.prefill[1] * bandwidth)
-    decodes = max(load.decode[0] * (every.compute - own.compute), load.decode[1] * (every.bandwidth - own.bandwidth))
-    return _Pace(1.0 + prompts, 1.0 + decodes)
 
 
 def _too_late(slack_s: float, rho: float, square_s: float) -> float:
@@ -175,10 +156,10 @@ def _too_late(slack_s: float, rho: float, square_s: float) -> float:
     return idle * rho * beyond / (1.0 - rho * rho * beyond)
 
 
-def _decoding(load: Load, pace: _Pace, served_per_s: float) -> tuple[float, float]:
-    """Requests that decode at once, and how long each does."""
-    left = max(0.0, 1.0 - served_per_s * load.work_s * pace.prompts)
-    step_s, more_s = load.first_s * pace.decodes, load.more_s * pace.decodes
+def _decoding(load: Load, slower: float, served_per_s: float, service_s: float) -> tuple[float, float]:
+    """Requests that decode at once, and how long each does, in steps that are so many times ``slower``."""
+    left = max(0.0, 1.0 - served_per_s * service_s)
+    step_s, more_s = load.first_s * slower, load.more_s * slower
     stay_s = load.decode_tokens * step_s / (left + served_per_s * step_s)
     running = served_per_s * stay_s
     if running > 1.0:  # a longer step: L left = (rate x tokens - rate L) x step(L), a quadratic in L
@@ -198,9 +179,8 @@ def _root(rate_per_s: float, tokens: float, left: float, fixed_s: float, more_s:
     return 2.0 * c / (b + sqrt(b * b + 4.0 * a * c)) if b > 0.0 else (-b + sqrt(b * b + 4.0 * a * c)) / (2.0 * a)
 
 
-def _too_slow(load: Load, pace: _Pace, served_per_s: float, stay_s: float) -> float:
+def _too_slow(load: Load, served_per_s: float, service_s: float, stay_s: float) -> float:
     """The part of the requests whose later tokens take too long."""
-    service_s = load.work_s * pace.prompts
     return _beyond(load.decode_tokens * load.tpot_slo_s, stay_s, 2.0 * served_per_s * service_s**2 * stay_s)
 
 
