@@ -128,11 +128,12 @@ def demands(count: int, degrees: Sequence[int] = (1,)) -> list[ModelDemand]:
     return models
 
 
-def placing(policy: PlacementPolicy, degrees: Sequence[int] = (1,)) -> Callable[[int], Work]:
-    """One placement of all models."""
+def placing(policy: PlacementPolicy, degrees: Sequence[int] = (1,), load: float = 1.0) -> Callable[[int], Work]:
+    """One placement of all models. Their GPUs are nearly idle at a ``load`` of 1."""
 
     def prepare(size: int) -> Work:
-        models, slots = demands(size, degrees), gpus(max(*degrees, size // 2))
+        models = [replace(model, rate_per_s=load * model.rate_per_s) for model in demands(size, degrees)]
+        slots = gpus(max(*degrees, size // 2))
 
         def work() -> int:
             policy.place(models, slots)
@@ -216,6 +217,7 @@ COSTS: list[Cost] = [
     Cost("KVPR", "a placement", 2.0, MODELS, placing(KvprPlacement())),
     Cost("KVPR, judged with the model", "a placement", 2.0, MODELS, placing(KvprPlacement("post"))),
     Cost("balanced", "a placement", 1.0, MODELS, placing(BalancedPlacement())),
+    Cost("balanced, GPUs busy", "a placement", 1.0, MODELS, placing(BalancedPlacement(), load=15.0)),
     Cost("MuxServe", "a placement", 2.0, MODELS, placing(MuxServePlacement())),
     Cost("MuxServe, TP 1 to 8", "a placement", 2.0, (32, 64, 128), placing(MuxServePlacement(), (1, 1, 1, 1, 2, 4, 8))),
     Cost("recorded prefixes", "a block", 50e-6, (1000, 2000, 4000, 8000), evicting),
