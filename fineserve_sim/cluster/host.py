@@ -75,7 +75,7 @@ class Cluster(EngineHost):
         check: bool = False,
         log: Log | None = None,
     ) -> None:
-        self.engines: dict[int, Engine] = {}
+        self.engines = {}  # no type here: compiled, an attribute that is declared twice is never freed
         self.active: set[int] = set()  # engines that got a request and did not rest since
         self.merging = merging
         self.clock, self.controller, self.contention = clock, controller, contention
