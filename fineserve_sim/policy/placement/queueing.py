@@ -33,7 +33,7 @@ too, the coefficient of variation is 1, as in Azure's code trace by the minute."
 
 
 Pair = tuple[float, float]
-"""Of compute units and of bandwidth."""
+"""Compute units, and bandwidth."""
 
 
 @dataclass(frozen=True)
