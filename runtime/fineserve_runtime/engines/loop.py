@@ -290,14 +290,6 @@ def give_memory_back() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def share_heaps() -> None:
-    """All threads allocate from two heaps, where glibc gives each thread one. Call it before there are threads. The makers of
-    grammars have some ten threads, and what one of them frees the others can use."""
-    arena_max = -8  # M_ARENA_MAX of malloc.h
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        ctypes.CDLL(None).mallopt(arena_max, 2)
-
-
 def one_line(error: BaseException) -> str:
     """The error for a log: its kind and all that it says, on one line of at most 500 characters."""
     text = " ".join(str(error).split()) or "no message"

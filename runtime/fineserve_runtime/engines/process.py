@@ -13,7 +13,7 @@ from typing import Any
 
 from fineserve_runtime.engines.api import EngineConfig
 from fineserve_runtime.engines.links import PipeInbox
-from fineserve_runtime.engines.loop import EngineLoop, Message, share_heaps
+from fineserve_runtime.engines.loop import EngineLoop, Message
 from fineserve_runtime.engines.model_files import read_config
 from fineserve_runtime.engines.settings import SlabSettings
 from fineserve_runtime.engines.vllm_engine import SteppedCore, prepare_environment, slab_arguments
@@ -54,7 +54,6 @@ def main(
 ) -> None:
     """Serve one engine until told to stop or the host is gone. In a session of its own: signals to the host's process group,
     from a terminal or a supervisor, are the host's business, which then drains its engines."""
-    share_heaps()
     os.setsid()
     multiprocessing.current_process().daemon = False  # ranks are processes of their own below it
     sending = threading.Lock()

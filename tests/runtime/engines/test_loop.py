@@ -7,7 +7,6 @@ import os
 import queue
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -179,43 +178,6 @@ def test_memory_that_was_freed_below_what_is_kept_goes_back() -> None:
     after = int(Path("/proc/self/statm").read_text().split()[1])
     c.free(blocks[-1])
     assert (before - after) * page > 80e6
-
-
-HEAPS = """
-import ctypes, sys, threading
-from fineserve_runtime.engines.loop import share_heaps
-
-c = ctypes.CDLL(None)
-c.malloc.restype, c.fopen.restype = ctypes.c_void_p, ctypes.c_void_p
-if sys.argv[2] == "shared":
-    share_heaps()
-together = threading.Barrier(8)
-
-def allocate():
-    together.wait()
-    c.malloc(50_000)
-    together.wait()
-
-threads = [threading.Thread(target=allocate) for _ in range(8)]
-for thread in threads:
-    thread.start()
-for thread in threads:
-    thread.join()
-out = ctypes.c_void_p(c.fopen(sys.argv[1].encode(), b"w"))
-c.malloc_info(0, out)
-c.fclose(out)
-"""
-
-
-@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="glibc's heap")
-def test_threads_share_two_heaps(tmp_path: Path) -> None:
-    def heaps(how: str) -> int:
-        out = tmp_path / f"{how}.xml"
-        subprocess.run([sys.executable, "-c", HEAPS, str(out), how], check=True)
-        return out.read_text().count("<heap nr")
-
-    assert heaps("shared") <= 2
-    assert heaps("own") > 2
 
 
 def test_an_idle_engine_gives_memory_back_once_after_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
