@@ -9,7 +9,7 @@ the TTFT limit is a second. The search has 600 evaluations for the 64, and two m
 from __future__ import annotations
 
 import argparse
-import resource
+import os
 import subprocess
 import sys
 import time
@@ -20,8 +20,11 @@ from pathlib import Path
 import yaml
 
 SITUATIONS = Path(__file__).with_name("plan_matrix.yaml")
-FLEETS = {64: ("--gpus", "32", "--rate-scale", "45", "--evaluations", "600"),
-          500: ("--gpus", "250", "--rate-scale", "300", "--seconds", "120")}  # fmt: skip
+FLEETS = {
+    64: ("--gpus", "32", "--rate-scale", "45", "--evaluations", "600"),
+    500: ("--gpus", "250", "--rate-scale", "300", "--seconds", "120"),
+}
+"""Options by the number of models."""
 
 
 def command(models: int, trace: Path, out: Path) -> Sequence[str]:
@@ -41,9 +44,12 @@ def main() -> None:
     trace = next((options.data / "traces").glob("azure2023_conv.*"))
     for models in options.fleet:
         began_s = time.monotonic()
-        subprocess.run(command(models, trace, options.out / str(models)), check=True)
-        peak_mb = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-        print(f"{models} models: {time.monotonic() - began_s:.0f} s, at most {peak_mb:.0f} MB a process", flush=True)
+        program = subprocess.Popen(command(models, trace, options.out / str(models)))
+        _, status, used = os.wait4(program.pid, 0)  # the memory of this one and its workers, not of the fleet before
+        if status:
+            sys.exit(os.waitstatus_to_exitcode(status))
+        took_s, peak_mb = time.monotonic() - began_s, used.ru_maxrss / 1024
+        print(f"{models} models: {took_s:.0f} s, at most {peak_mb:.0f} MB a process", flush=True)
 
 
 if __name__ == "__main__":

@@ -159,7 +159,7 @@ class Homes:
             return inf
         for gpu in touched:
             after = self._after(gpu, change)
-            if len(after) < len(self._here[gpu]):
+            if len(after) < len(self._here[gpu]):  # the model left, and none came
                 gain += without[gpu]
             else:
                 gain += self._predicted(gpu, after.values(), least - gain)
