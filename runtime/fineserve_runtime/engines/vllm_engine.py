@@ -111,12 +111,16 @@ def build_core(arguments: dict[str, Any]) -> Any:
     from vllm.v1.engine.core import EngineCore
     from vllm.v1.executor.abstract import Executor
 
-    from fineserve_runtime.engines.vllm_seams import wait_asleep
+    from fineserve_runtime.engines.vllm_seams import calm_groups, wait_asleep
 
     vllm_config = EngineArgs(**arguments).create_engine_config()
-    if vllm_config.parallel_config.world_size > 1:
+    one_rank = vllm_config.parallel_config.world_size == 1
+    if not one_rank:
         wait_asleep()
-    return EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    core = EngineCore(vllm_config, Executor.get_class(vllm_config), log_stats=False)
+    if one_rank:
+        calm_groups()
+    return core
 
 
 class SteppedCore:

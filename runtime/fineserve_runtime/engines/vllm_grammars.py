@@ -12,7 +12,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
@@ -20,6 +20,7 @@ from typing import Any
 from vllm.v1.structured_output.backend_types import StructuredOutputGrammar
 
 from fineserve_runtime.engines.loop import one_line
+from fineserve_runtime.engines.vllm_seams import grammar_threads
 
 FREE_S, TOKEN_S = 0.5, 0.005
 """Processor time that the matcher of a request may take: so much, and so much more for each token."""
@@ -32,6 +33,10 @@ _THREADS, _LEFT = 2, 4
 
 _NICE = 10
 """Makers of grammars give way to the thread that steps."""
+
+_KEPT_BYTES = 2 * 2**20
+"""A compiled grammar above it is not kept for the next request that has it. By the library's count; it takes up to six times as
+much."""
 
 _NO_TOKEN = "the constraint and the other options of the request leave no token"
 _UNMADE = f"the constraint takes too long to compile: more than {COMPILE_S:g} s"
@@ -160,12 +165,25 @@ class Grammars:
             request.sampling_params.verify(
                 config.model_config, config.speculative_config, config.structured_outputs_config, self._tokenizer
             )
-            with self._first if self._manager.backend is None else contextlib.nullcontext():
+            with self._making_the_first() if self._manager.backend is None else contextlib.nullcontext():
                 self._init(request)
+            self._keep_small(request.structured_output_request.grammar)
         except Exception as problem:
             failed: Future[Any] = Future()
             failed.set_exception(problem)
             request.structured_output_request.grammar = failed
+
+    @contextlib.contextmanager
+    def _making_the_first(self) -> Iterator[None]:
+        """Half of the processors compile at most: eight threads took as much of two as an engine does."""
+        with self._first, grammar_threads(max(1, (os.cpu_count() or 1) // 2 // _THREADS)):
+            yield
+
+    def _keep_small(self, grammar: Any) -> None:
+        """xgrammar keeps what it compiles, and can only forget all of it. Guidance keeps nothing."""
+        compiled = getattr(getattr(grammar, "_grammar", None), "ctx", None)
+        if compiled is not None and compiled.memory_size_bytes > _KEPT_BYTES:
+            self._manager.backend.compiler.clear_cache()
 
     @property
     def _tokenizer(self) -> Any:

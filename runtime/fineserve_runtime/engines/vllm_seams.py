@@ -1,27 +1,31 @@
 """The few places where vLLM 0.32 has no entry point for what the slab needs, and the contract that all of it rests on.
 
 Schedulers, workers, settings and the cache layout come in through vLLM's own doors (``scheduler_cls``, ``worker_cls``,
-``additional_config``, ``get_supported_kv_cache_layouts``). Three names have no door. Each is replaced only while one object
+``additional_config``, ``get_supported_kv_cache_layouts``). Four names have no door. Each is replaced only while one object
 is being built, and put back at once:
 
 * ``BlockPool``, which the KV cache coordinator builds by name;
 * ``allocate_kv_cache``, by which both model runners get a zeroed tensor of their own;
-* ``dispatch_cpu_unquantized_gemm``, which on a CPU packs linear weights into private memory where no eviction finds them.
+* ``dispatch_cpu_unquantized_gemm``, which on a CPU packs linear weights into private memory where no eviction finds them;
+* ``GrammarCompiler``, which compiles a constraint with eight threads.
 
 Processes of an engine with several ranks on a CPU keep two replacements, by which they sleep while they wait for each other
-(`wait_asleep`).
+(`wait_asleep`). In one of a single rank the threads of vLLM's process groups give way (`calm_groups`).
 
 `check_contract` names each part of vLLM that differs from what this code expects, before any engine is built.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -171,6 +175,18 @@ def kv_bytes(raw: torch.Tensor) -> Iterator[None]:
 
 
 @contextmanager
+def grammar_threads(count: int) -> Iterator[None]:
+    """Compilers of grammars built meanwhile use so many threads each, and keep what vLLM lets them keep."""
+    build = importlib.import_module("xgrammar").GrammarCompiler
+
+    def compiler(*arguments: Any, **options: Any) -> Any:
+        return build(*arguments, **options | {"max_threads": count})
+
+    with _replaced(compiler, ("xgrammar", "GrammarCompiler")):
+        yield
+
+
+@contextmanager
 def plain_linears() -> Iterator[None]:
     """Linear layers loaded meanwhile on a CPU keep their weight as a plain parameter and read it at every call."""
 
@@ -190,3 +206,17 @@ def wait_asleep() -> None:
 
     shm_broadcast.sched_yield = partial(time.sleep, _NAP_S)
     CpuCommunicator._all_group_ranks_share_shm_group_name = lambda self: False  # collectives by gloo, not by spinning
+
+
+def calm_groups() -> None:
+    """The threads of process groups give way to the thread that steps. For a process whose engine has one rank: they are never
+    used there.
+
+    gloo has a thread a group, 13 in all, and each of them looks for messages 100 times a second. Linux shares its processors
+    among sessions first (autogroup), and a session's share goes to the processor on which most of its threads wait. So on two
+    busy processors the 13 kept the thread that steps waiting for 0.1 to 0.8 s.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another operating system
+        for task in Path("/proc/self/task").iterdir():
+            if task.joinpath("comm").read_text().startswith("gloo"):
+                os.setpriority(os.PRIO_PROCESS, int(task.name), 19)

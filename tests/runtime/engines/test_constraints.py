@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from threading import Event
 from typing import Any
@@ -125,6 +126,32 @@ def test_constraints_that_compile_for_ever_end_and_hold_up_no_others(
     host.engines[0].submit(Submission(3, (5, 6, 7), Sampling(max_tokens=16, constraint=YES)))
     assert host.engines[0].drain(60) and heard.reasons[0, 3] == "stop"
     compiled.set()
+
+
+def test_the_compiler_takes_half_of_the_processors_and_keeps_no_large_constraint(
+    start: Callable[..., tuple[Any, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It had eight threads, and kept what took a hundred megabytes."""
+    import xgrammar
+    from fineserve_runtime.engines import vllm_grammars
+
+    built: list[tuple[Any, int]] = []
+
+    class Compiler(xgrammar.GrammarCompiler):
+        def __init__(self, *arguments: Any, max_threads: int, **options: Any) -> None:
+            super().__init__(*arguments, max_threads=max_threads, **options)
+            built.append((self, max_threads))
+
+    monkeypatch.setattr(xgrammar, "GrammarCompiler", Compiler)
+    host, heard = start(BF16)
+    for number, words in enumerate(('["yes", "no"]', '["one", "two"]')):
+        host.engines[0].submit(Submission(number, (5, 6, 7), Sampling(max_tokens=16, constraint=("choice", words))))
+        assert host.engines[0].drain(60) and heard.reasons[0, number] == "stop"
+        ((compiler, threads),) = built
+        assert (compiler.get_cache_size_bytes() > 0) == (number == 0)
+        monkeypatch.setattr(vllm_grammars, "_KEPT_BYTES", 0)
+    assert threads == max(1, (os.cpu_count() or 1) // 4)
+    assert xgrammar.GrammarCompiler is Compiler, "it was put back"
 
 
 def test_a_constraint_that_takes_too_long_to_follow_ends_its_request(

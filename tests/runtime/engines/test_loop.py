@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import queue
 import resource
@@ -10,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -178,6 +180,25 @@ def test_memory_that_was_freed_below_what_is_kept_goes_back() -> None:
     after = int(Path("/proc/self/statm").read_text().split()[1])
     c.free(blocks[-1])
     assert (before - after) * page > 80e6
+
+
+def test_objects_that_hold_each_other_go_with_the_memory() -> None:
+    """Requests that ended kept compiled constraints of a hundred megabytes: few objects, so Python did not look for them."""
+
+    class Request:
+        itself: Request
+
+    request = Request()
+    request.itself = request
+    ended = weakref.ref(request)
+    gc.disable()
+    try:
+        del request
+        assert ended() is not None
+        give_memory_back()
+        assert ended() is None
+    finally:
+        gc.enable()
 
 
 def test_an_idle_engine_gives_memory_back_once_after_its_steps(monkeypatch: pytest.MonkeyPatch) -> None:
