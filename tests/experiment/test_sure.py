@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,34 @@ def test_the_band_is_brute_forces(tmp_path_factory: pytest.TempPathFactory, need
     assert band.fewest == min(low, count)
     assert band.most == (max(high, count) if high <= band.tried else None)
     assert band.error.of.sharing == ("shared" if shared else "alone")
+
+
+@dataclass(frozen=True, slots=True)
+class Full(Prober):
+    """A cluster that holds only with steps as predicted, on any number of GPUs: a placement that uses no more of them."""
+
+    asked: list[tuple[bool, float]] = field(default_factory=list)
+
+    def ask(self, system: str, key: str, value: float, *, fully: bool = False) -> Attained:
+        slow = float(dict(self.overrides).get(FACTOR, 1.0)) > 1
+        self.asked.append((slow, value))
+        return Attained(value, not slow, {"ttft_attainment": 0.5 if slow else 1.0}, None, 1, False)
+
+
+def test_more_gpus_that_change_nothing_are_not_all_asked(file: Path, tmp_path: Path) -> None:
+    """A run asked for 10, 11, 12, 13, 14 and 15 GPUs, 98.5 % each."""
+    prober = Full(file, tmp_path / "out", goals(["ttft:0.9"]))
+    band = gpu_band(prober, "static*", Attained(9, True, {"ttft_attainment": 1.0}, None, 1, False))
+    assert band.most is None and [value for slow, value in prober.asked if slow] == [9, 15, 14]
+
+
+def test_nothing_is_asked_where_slower_steps_put_the_target_out_of_reach(file: Path, tmp_path: Path) -> None:
+    """A prompt alone takes 25 ms: 1.19 times as long is over the limit on any number of GPUs."""
+    file.write_text(ONE.replace("ttft_s: 0.3", "ttft_s: 0.027"), encoding="utf-8")
+    prober = Full(file, tmp_path / "out", goals(["ttft:0.9"]))
+    assert prober.bound("static*", "cluster.count", 4).bounds == {"ttft_attainment": 1.0}
+    band = gpu_band(prober, "static*", Attained(4, True, {"ttft_attainment": 1.0}, None, 1, False))
+    assert band.most is None and [value for slow, value in prober.asked if slow] == [4]
 
 
 def test_slower_steps_take_no_fewer_gpus(file: Path, tmp_path: Path) -> None:

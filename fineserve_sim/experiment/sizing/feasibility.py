@@ -187,10 +187,12 @@ def _told(model: Alone) -> dict[str, Any]:
     }
 
 
-def feasibility(experiment: Experiment, point: Point, targets: Targets, slow: Slow | None = None) -> Feasibility | None:
+def feasibility(
+    experiment: Experiment, point: Point, targets: Targets, slow: Slow | None = None, *, remedies: bool = True
+) -> Feasibility | None:
     """Every model at one place for one system, alone; limits that follow from reference runs are left out. None where nothing
     bounds the system, or where the step times of a model are not known. ``slow``: a model whose ways out are told though it
-    keeps the targets alone."""
+    keeps the targets alone. Without ``remedies`` none are looked for, which takes longer than the rest."""
     setup = experiment.setup_of(point)
     system = setup.systems[point.system]
     if not bounded(system):
@@ -204,7 +206,7 @@ def feasibility(experiment: Experiment, point: Point, targets: Targets, slow: Sl
             if found is None:
                 return None
             keeps = found.keeps(targets)
-            if not keeps or (slow is not None and model.id == slow.model):
+            if remedies and (not keeps or (slow is not None and model.id == slow.model)):
                 phase = slow.phase if keeps and slow is not None else None
                 found = replace(found, would=tuple(_ways_out(setup, model, found, question, targets, phase)))
             models.append(found)

@@ -48,5 +48,6 @@ def parted(
 def hopeless(experiment: Experiment, targets: Mapping[str, float]) -> bool:
     """Whether no system that can be run reaches the targets, even with each model alone on idle GPUs: at no rate, then."""
     systems = runnable(experiment)
-    bounds = [feasibility(experiment, point, targets) for point in experiment.points if point.system in systems]
+    points = [point for point in experiment.points if point.system in systems]
+    bounds = (feasibility(experiment, point, targets, remedies=False) for point in points)
     return all(bound is not None and bound.hopeless for bound in bounds)

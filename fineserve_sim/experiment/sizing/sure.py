@@ -16,9 +16,10 @@ from fineserve_sim.cluster import EngineSettings
 from fineserve_sim.cluster.compose.memory import kinds_of
 from fineserve_sim.experiment.file.resolve import Setup
 from fineserve_sim.experiment.results.step_times import own_tables
+from fineserve_sim.experiment.sizing.bisection import first_integer
 from fineserve_sim.experiment.sizing.gpu_band import GpuBand
 from fineserve_sim.experiment.sizing.probe import Attained, Prober, named
-from fineserve_sim.experiment.sizing.search import GPUS, Answer, Axis, cheapest
+from fineserve_sim.experiment.sizing.search import GPUS, Answer, Asked, Axis, cheapest
 
 FACTOR = "engine.step_time_factor"
 
@@ -70,12 +71,12 @@ def _fewest(prober: Prober, system: str, factor: float, start: int, most: int) -
     up to ``most`` do."""
     told = named(prober.told, f"steps x {factor:.2f}")
     there = replace(prober, overrides=[*prober.overrides, (FACTOR, str(factor))], told=told)
-
-    def holds(count: int) -> bool:
-        return there.ask(system, GPUS.key, count).holds
-
-    if holds(start):
-        while start > 1 and holds(start - 1):
+    asked = Asked(there, system, GPUS)
+    if asked.holds(start):
+        while start > 1 and asked.holds(start - 1):
             start -= 1
         return start
-    return next((count for count in range(start + 1, most + 1) if holds(count)), None)
+    bound = there.bound(system, GPUS.key, most)
+    if start == most or (bound is not None and bound.hopeless):
+        return None
+    return first_integer(start + 1, most, asked.holds, asked.alike)
