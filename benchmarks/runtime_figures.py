@@ -187,7 +187,7 @@ FIGURES = {
 class _Sink:
     ended_as: str | None = None
 
-    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None: ...
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...], last: bool) -> None: ...
 
     def ended(self, end: End) -> None:
         self.ended_as = end.kind

@@ -66,7 +66,7 @@ class Desk:
         job.last_token_s = now
         job.unproven = False
         job.generated.extend(chunk.token_ids)
-        job.sink.tokens(chunk.token_ids, chunk.logprobs)
+        job.sink.tokens(chunk.token_ids, chunk.logprobs, chunk.finish_reason is not None)
 
     def note_preemption(self, request_id: int) -> None:
         job = self._jobs.get(request_id)

@@ -41,9 +41,10 @@ class Refused(RuntimeError):
 
 
 class Sink(Protocol):
-    """Waits for the tokens of one request. Calls come from engine threads and must return at once."""
+    """Waits for the tokens of one request. Calls come from engine threads and must return at once. ``last``: the end of the
+    request is told next, at once."""
 
-    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None: ...
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...], last: bool) -> None: ...
 
     def ended(self, end: End) -> None: ...
 

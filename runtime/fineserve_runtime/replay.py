@@ -97,7 +97,7 @@ class _Record:
         self._index = index
         self._play = play
 
-    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None:
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...], last: bool) -> None:
         pass
 
     def ended(self, end: End) -> None:

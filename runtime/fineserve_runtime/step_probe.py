@@ -176,7 +176,7 @@ class _Tap:
 class _Deaf:
     """A sink that drops its tokens."""
 
-    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None:
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...], last: bool) -> None:
         pass
 
     def ended(self, end: End) -> None:

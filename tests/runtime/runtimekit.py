@@ -114,7 +114,7 @@ class Heard:
     end: End | None = None
     ends: int = 0
 
-    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None:
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...], last: bool) -> None:
         assert self.end is None
         self.tokens_.extend(token_ids)
         self.logprobs_.extend(logprobs)

@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 import pytest
+from fineserve_traces import read_trace, read_vllm_bench
 from runtimekit import eventually
 
 pytestmark = [
@@ -160,14 +161,21 @@ def test_curl(server: Server) -> None:
     assert text == httpx.post(f"{server.url}/v1/completions", json=_options("tiny-bf16")).json()["choices"][0]["text"]
 
 
-def test_vllm_bench_serve(server: Server, tmp_path: Path) -> None:
+def test_vllm_bench_serve_and_the_trace_that_it_writes(server: Server, tmp_path: Path) -> None:
     script = ROOT / "benchmarks" / "runtime_bench_serve.py"
     options = f"--model tiny-fp8 --tokenizer {server.tokenizer('tiny-fp8')} --dataset-name random --num-prompts 12"
     options += " --random-input-len 64 --random-output-len 16 --request-rate 20 --ignore-eos --disable-tqdm"
-    options += f" --save-result --result-dir {tmp_path} --result-filename result.json"
+    options += f" --save-result --save-detailed --result-dir {tmp_path} --result-filename result.json"
     command = [sys.executable, str(script), "--base-url", server.url, *options.split()]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=180, env=_environment(), check=False)
     assert ran.returncode == 0, ran.stderr[-2000:]
     result = json.loads((tmp_path / "result.json").read_text())
     assert (result["completed"], result["failed"]) == (12, 0)
     assert result["total_output_tokens"] == 12 * 16
+    written = read_vllm_bench(tmp_path / "result.json")
+    assert written.trace.prompt_tokens.tolist() == result["input_lens"] and written.trace.models == ("tiny-fp8",)
+    assert written.trace.output_tokens.tolist() == [16] * 12 and [len(gaps) for gaps in written.itl_s] == [15] * 12
+    taken = read_trace(tmp_path / "result.json")
+    assert (
+        taken.arrival_s.tolist() == written.trace.arrival_s.tolist() and taken.arrival_s[0] == 0 < taken.arrival_s[-1]
+    )

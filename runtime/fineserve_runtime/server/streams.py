@@ -49,8 +49,9 @@ class Order(NamedTuple):
 
 
 class _News(NamedTuple):
-    token_ids: tuple[int, ...]
-    logprobs: tuple[Logprobs, ...]
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[Logprobs, ...] = ()
+    last: bool = False
 
 
 class _Mailbox:
@@ -60,8 +61,8 @@ class _Mailbox:
         self._loop = loop
         self.news: asyncio.Queue[_News | End] = asyncio.Queue()
 
-    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...]) -> None:
-        self._put(_News(token_ids, logprobs))
+    def tokens(self, token_ids: tuple[int, ...], logprobs: tuple[Logprobs, ...], last: bool) -> None:
+        self._put(_News(token_ids, logprobs, last))
 
     def ended(self, end: End) -> None:
         self._put(end)
@@ -126,25 +127,38 @@ class Choice:
         first = True
         try:
             while True:
-                item = await self._mailbox.news.get()
-                if isinstance(item, End):
-                    self._over = True
-                    if item.kind != "finished":
-                        raise unfinished(item)
-                    text = self._stops.feed(self._detokenizer.rest()) + self._stops.rest()
-                    reason = "stop" if self._stops.hit else item.reason
-                    yield self._with_prompt(Piece(text, 0, reason, vector=item.vector), first)
-                    return
-                text = self._stops.feed(self._detokenizer.feed(item.token_ids))
-                piece = Piece(text, len(item.token_ids), None, item.logprobs, item.token_ids)
+                news, end = await self._next()
+                text = self._stops.feed(self._detokenizer.feed(news.token_ids))
+                piece = Piece(text, len(news.token_ids), None, news.logprobs, news.token_ids)
                 if self._stops.hit:
                     self._leave(self._driver.complete)
-                    yield self._with_prompt(piece._replace(finish_reason="stop"), first)
-                    return
+                    piece = piece._replace(finish_reason="stop")
+                elif end is not None:
+                    piece = self._finished(piece, end)
                 yield self._with_prompt(piece, first)
+                if end is not None or self._stops.hit:
+                    return
                 first = False
         finally:
             self.abort()
+
+    async def _next(self) -> tuple[_News, End | None]:
+        """The next tokens, and the end with the last ones, as vLLM's server tells it."""
+        item = await self._mailbox.news.get()
+        news = item if isinstance(item, _News) else _News()
+        end = await self._mailbox.news.get() if news.last else item
+        if not isinstance(end, End):
+            return news, None
+        self._over = True
+        if end.kind != "finished":
+            raise unfinished(end)
+        return news, end
+
+    def _finished(self, piece: Piece, end: End) -> Piece:
+        """The last piece, with the text that was held back."""
+        text = piece.text + self._stops.feed(self._detokenizer.rest()) + self._stops.rest()
+        reason = "stop" if self._stops.hit else end.reason
+        return piece._replace(text=text, finish_reason=reason, vector=end.vector)
 
     def _with_prompt(self, piece: Piece, first: bool) -> Piece:
         """The piece as it is told: the prompt before the first one, where it is echoed. A prompt's first token has no
