@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from html import escape
+from html import escape, unescape
 from pathlib import Path
 from typing import Any
 
@@ -119,5 +119,10 @@ def test_from_a_trace_to_a_size_in_one_command(call: Any, trace: Path, tmp_path:
     data = json.loads((folder / "size.json").read_text(encoding="utf-8"))
     assert data["cheapest"] == 0 and data["systems"][1]["answer"]["value"] == 2
     assert json.loads((folder / "summary.json").read_text(encoding="utf-8"))["answer"]["choice"]["holds"]
+    page = unescape((folder / "report.html").read_text(encoding="utf-8"))
+    band = f"({data['systems'][0]['band']['text']} with the model's error)"
+    assert band in done.out and page.count(band) >= 2, "on the screen, on the first page, above the search"
+    assert all(f">{header}<" in page for header in ("With model's error", "Measured")) and ">Why none<" not in page
+    assert "Model's error: steps" in done.out and "Model's error: steps" in page
     again = call("size", str(folder), "--target", "ttft:0.9", "--over", "rate", "--precision", "1", "-j", "1", "--json")
     assert again.code == 0 and json.loads(again.out)["systems"][0]["answer"]["value"] >= 1

@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fineserve_sim.experiment.results.step_times import measured_text
 from fineserve_sim.experiment.show.answer import cheapest_text, dollars, percent, targets_text
 from fineserve_sim.experiment.show.labels import number, quantity
+from fineserve_sim.experiment.show.model_error import error_text
 from fineserve_sim.experiment.show.out_of_reach import changes_text, out_of_reach_lines
 from fineserve_sim.experiment.show.page.html import Html, Row, joined, table, tag
 from fineserve_sim.experiment.show.page.style import LABELS_FROM, Looks, Spec, labelled, layout, percent_range, rounded
@@ -29,15 +31,22 @@ def read_search(folder: Path) -> dict[str, Any] | None:
 
 
 def search_section(found: Mapping[str, Any]) -> Html:
-    """The answers as a table with the reason of each none, and one line before it."""
-    metrics = list(found["targets"])
+    """The answers as a table, with the share of step times that is measured, and one line before it. Lines for models out of
+    reach and for the errors of step times follow."""
+    answers, metrics = found["systems"], list(found["targets"])
+    banded = [answer for answer in answers if answer["band"]]
+    none = any(answer["answer"] is None for answer in answers)
     headers = ["System", "GPU", "TP", f"{found['title']}, {found['best']}", *(quantity(name).text for name in metrics)]
-    headers += ["$ an hour", "$ a million tokens", "Probes", "Why none"]
-    rows = [Row(list(_cells(answer, metrics))) for answer in found["systems"]]
-    beyond = [answer["out_of_reach"]["models"] for answer in found["systems"] if answer["out_of_reach"]]
-    lines = dict.fromkeys(line for models in beyond for line in out_of_reach_lines(models))
-    parts = [tag("p", search_headline(found)), table(headers, rows, numeric=range(2, len(headers) - 1))]
-    return joined([*parts, *(tag("p", line) for line in lines)])
+    headers += ["$ an hour", "$ a million tokens", *(["With model's error"] * bool(banded)), "Measured", "Probes"]
+    rows = []
+    for answer in answers:
+        sure = [*([_band(answer) or "–"] * bool(banded)), _measured(answer), str(len(answer["probes"]))]
+        rows.append(Row([*_cells(answer, metrics), *sure, *([answer["why"]] * none)]))
+    beyond = [answer["out_of_reach"]["models"] for answer in answers if answer["out_of_reach"]]
+    lines = [line for models in beyond for line in out_of_reach_lines(models)]
+    lines += [error_text(answer["band"]) for answer in banded]
+    listed = table([*headers, *(["Why none"] * none)], rows, numeric=range(2, len(headers)))
+    return joined([tag("p", search_headline(found)), listed, *(tag("p", line) for line in dict.fromkeys(lines))])
 
 
 def search_headline(found: Mapping[str, Any]) -> str:
@@ -51,7 +60,8 @@ def search_headline(found: Mapping[str, Any]) -> str:
     cost = chosen["answer"]["usd_per_hour"]
     price = "" if cost is None else f", ${cost:,.2f} an hour"
     tp = f" at TP {chosen['tp']}" if chosen["tp"] else ""
-    where = f"{_title(chosen)} on {chosen['answer']['value']:g} {chosen['gpu']}{tp}"
+    band = f" ({_band(chosen)} with the model's error)" if _band(chosen) else ""
+    where = f"{_title(chosen)} on {chosen['answer']['value']:g} {chosen['gpu']}{tp}{band}"
     held = [answer for answer in found["systems"] if answer["answer"]]
     first = cheapest_text((answer["gpu"], answer["answer"]["usd_per_hour"]) for answer in held)
     return f"{first} {targets}: {where}{price}."
@@ -61,13 +71,23 @@ def _cells(answer: Mapping[str, Any], metrics: Sequence[str]) -> Iterator[str]:
     yield from (_title(answer), answer["gpu"], str(answer["tp"] or "own"))
     best = answer["answer"]
     if best is None:
-        yield from ("none", *("–" for _ in metrics), "–", "–", str(len(answer["probes"])), answer["why"])
+        yield from ("none", *("–" for _ in metrics), "–", "–")
         return
     widths = best["half_widths"] or {}
     yield number(best["value"])
     yield from (percent(best["shares"][name], widths.get(name)).removesuffix(" %") for name in metrics)
     yield from ("–" if best[key] is None else dollars(best[key]) for key in ("usd_per_hour", "usd_per_mtoken"))
-    yield from (str(len(answer["probes"])), "")
+
+
+def _band(answer: Mapping[str, Any]) -> str:
+    """The numbers of GPUs with the model's own error; nothing where it was not asked."""
+    return str(answer["band"]["text"]) if answer["band"] else ""
+
+
+def _measured(answer: Mapping[str, Any]) -> str:
+    """How much of the engines' time comes from measured tables, and from whose."""
+    known = [probe["step_times"] for probe in (answer["answer"], *answer["probes"]) if probe and probe["step_times"]]
+    return measured_text(known[0]) if known else "–"
 
 
 def search_charts(found: Mapping[str, Any]) -> dict[str, Spec]:
