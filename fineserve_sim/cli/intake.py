@@ -96,7 +96,12 @@ def hint_spread(trace: Path, ids: list[str], spread: bool) -> Iterator[None]:
             raise
         from fineserve_traces import read_trace
 
-        if missing := sorted(set(read_trace(trace).models) - set(ids)):
+        from fineserve_sim.experiment.file.sources import UNNAMED
+
+        models = read_trace(trace).models
+        if models == UNNAMED:
+            raise ValueError(f"{trace}: it names no models; give --spread, which deals its requests out") from None
+        if missing := sorted(set(models) - set(ids)):
             names = ", ".join(name if name == name.strip() else repr(name) for name in missing)
             raise ValueError(f"{trace}: --model is missing for {names}; name them, or give --spread") from None
         raise

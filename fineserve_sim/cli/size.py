@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -23,7 +24,7 @@ from fineserve_sim.cli.console import (
     progress_bar,
     unused_folder_goes,
 )
-from fineserve_sim.cli.intake import ColumnsOption, own_traces, taken_trace, trace_name
+from fineserve_sim.cli.intake import ColumnsOption, hint_spread, own_traces, taken_trace, trace_name
 from fineserve_sim.cli.limits import (
     E2eOption,
     MarginOption,
@@ -170,8 +171,9 @@ def size(
             check_trace(targets, limits, quick=quick)
         file = _file_of(source, named, paths, columns, folder)
         place = {name: _value(text) for name, text in (axis_and_value(each) for each in at or ())}
-        asked = Asked(limits, load, systems, seeds, place, most_gpus, margin).of(file, folder, axis)
-        with executor_of(executor, jobs) as where, progress_bar() as advance:
+        hint = hint_spread(file, _ids(named), spread) if _is_trace(source) else nullcontext()
+        with hint, executor_of(executor, jobs) as where, progress_bar() as advance:
+            asked = Asked(limits, load, systems, seeds, place, most_gpus, margin).of(file, folder, axis)
             told = (asked.path, folder, wanted, asked.overrides, asked.place, quick, None, where, advance, tell_probe)
             found = search(
                 Prober(*told), tried, axis, folder, mixed=mixed, most_gpus=asked.most_gpus, precision=precision
@@ -185,15 +187,18 @@ def _is_trace(source: Path | None) -> bool:
     return source is None or file_of(source) is None
 
 
+def _ids(models: Sequence[str]) -> list[str]:
+    from fineserve_sim.experiment.file.comparison import model_entries
+
+    return [entry["id"] for entry in model_entries(models, spread=False)]
+
+
 def _file_of(
     source: Path | None, models: Sequence[str], paths: Sequence[Path], columns: str | None, folder: Path
 ) -> Path:
     """The trace, the experiment or the results that are sized."""
-    from fineserve_sim.experiment.file.comparison import model_entries
-
     if _is_trace(source):
-        names = [entry["id"] for entry in model_entries(models, spread=False)]
-        return taken_trace(source, paths, names, columns, folder)
+        return taken_trace(source, paths, _ids(models), columns, folder)
     if columns is not None:
         raise ValueError(f"--columns: for a trace alone; {source} has models and load of its own")
     assert source is not None

@@ -104,6 +104,14 @@ def test_a_limit_that_nobody_gave_is_shown_in_seconds(call: Any, trace: Path) ->
     assert said is not None and 0.01 < float(said[1]) < float(said[2]) < 5, done.out
 
 
+def test_a_trace_that_names_no_models_is_of_the_only_one(call: Any, tmp_path: Path) -> None:
+    trace = tmp_path / "plain.csv"
+    trace.write_text("arrival_s,prompt_tokens,output_tokens\n0,40,3\n1,300,7\n", encoding="utf-8")
+    limits = ("--ttft-slo", "0.5", "--target", "ttft:0.9", "-s", "static*", "-j", "1")
+    done = call("size", str(trace), "--model", "chat=llama-3.1-8b", *limits)
+    assert done.code == 0 and "Static* on 1 h100-sxm" in done.out, done.err
+
+
 def test_from_a_trace_to_a_size_in_one_command(call: Any, trace: Path, tmp_path: Path) -> None:
     limits = ("--ttft-slo", "0.3", "--tpot-slo", "0.1", "--target", "ttft:0.9,tpot:0.9")
     done = call(

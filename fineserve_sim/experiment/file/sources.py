@@ -22,6 +22,9 @@ from fineserve_sim.experiment.file.resolve import Setup, Stamp, stamp_of
 ARENA_LENGTHS = "arena_27models"
 """Name of the length source that is the public Arena trace."""
 
+UNNAMED = ("default",)
+"""The models of a trace file that names none."""
+
 
 def check_sources(document: Document, setup: Setup) -> None:
     """Open the length source or the trace. Raises ConfigError at the line that names it when it cannot be used."""
@@ -106,10 +109,10 @@ def held(path: Path, stamp: Stamp) -> Trace:
 
 
 def places(setup: Setup) -> tuple[int, ...]:
-    """Which of the file's models each model of the trace file is; all are the first where requests are dealt by shares. Raises
-    ValueError when a name does not fit."""
+    """Which of the file's models each model of the trace file is; all are the first where requests are dealt by shares, and
+    where there is one model and the trace names none. Raises ValueError when a name does not fit."""
     trace, ids = recorded(setup), [model.id for model in setup.models]
-    if setup.workload.assign == "share":
+    if setup.workload.assign == "share" or (len(ids) == 1 and trace.models == UNNAMED):
         return (0,) * len(trace.models)
     for name in trace.models:
         if name not in ids:
