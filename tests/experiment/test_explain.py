@@ -20,7 +20,7 @@ from fineserve_sim.experiment.show.page.requests import worth_telling
 from fineserve_sim.experiment.show.timelines.chrome import write_trace
 from fineserve_sim.experiment.show.timelines.decode import DECODES, NEIGHBOURS, PREEMPTED, PROMPTS
 from fineserve_sim.experiment.show.timelines.first_token import OTHERS, OWN
-from fineserve_sim.experiment.show.timelines.life import WEIGHTS, life_of
+from fineserve_sim.experiment.show.timelines.life import WEIGHTS, life_of, lives_of
 from fineserve_sim.experiment.show.timelines.stored import RunError, StoredRun, stored_run
 
 CROWDED = """\
@@ -390,6 +390,20 @@ def test_a_drop_shows_what_is_needed_and_what_is_left(run: StoredRun) -> None:
     (told,) = [moment for moment in life_of(run, dropped).moments if moment.what.startswith("Drop: ")]
     found = re.search(r"; its prompt takes ([\d.]+) s on an idle engine, (?:([\d.]+) s|none) are left$", told.what)
     assert found is not None and float(found[2] or 0) == pytest.approx(max(0.0, 1.0 - told.after_s), rel=0.01)
+
+
+def test_a_drop_counts_the_neighbours_that_its_policy_saw(run: StoredRun) -> None:
+    """A prompt that takes 0.8 s on an idle engine was dropped with 0.98 s left: 1.3 s beside others, which was not told."""
+    dropped = next(request for request, fate in enumerate(run.data.fate) if fate == 2)
+    decisions = list(run.decisions())
+    looks = [entry for entry in decisions if entry.get("event") == "EngineStepped"]
+    for look in looks:
+        look["engines"] = {engine: {**state, "slowdown": 2.0} for engine, state in look["engines"].items()}
+    (told,) = [each.what for each in lives_of(run, [dropped], decisions)[0].moments if each.what.startswith("Drop: ")]
+    found = re.search(
+        r"; its prompt takes ([\d.]+) s beside its GPU's neighbours, ([\d.]+) s on an idle engine, ", told
+    )
+    assert found is not None and float(found[1]) == pytest.approx(2 * float(found[2]), rel=0.01)
 
 
 def test_the_report_tells_of_misses_of_every_cause(shared: Path, run: StoredRun) -> None:

@@ -121,7 +121,7 @@ def _life(run: StoredRun, request: int, log: _Log, decode: Decode) -> Life:
     arrival_s = float(data.arrival_s[request])
     moments = [
         Moment(arrival_s, 0.0, _surroundings(run, arrival_s)),
-        *(_told(run, request, each) for each in log.moments),
+        *(_told(run, request, each, log.slowdown) for each in log.moments),
     ]
     moments += [*_moves(run, request), *_outcomes(run, request)]
     return Life(
@@ -139,14 +139,15 @@ def _life(run: StoredRun, request: int, log: _Log, decode: Decode) -> Life:
     )
 
 
-def _told(run: StoredRun, request: int, moment: Moment) -> Moment:
-    """A moment as it is; a drop with what the prompt takes by itself, beside what was left."""
+def _told(run: StoredRun, request: int, moment: Moment, slowdown: float) -> Moment:
+    """A moment as it is; a drop with what the prompt would have taken beside the neighbours of then, and what was left."""
     own_s = own_prefill_s(run, request) if moment.what.startswith("Drop") else None
     if own_s is None:
         return moment
     left_s = run.ttft_slo_s[run.data.models[run.data.model[request]]] - moment.after_s
     left = f"{left_s:.3g} s are left" if left_s > 0 else "none are left"
-    return replace(moment, what=f"{moment.what}; its prompt takes {own_s:.3g} s on an idle engine, {left}")
+    beside = f"{slowdown * own_s:.3g} s beside its GPU's neighbours, " if slowdown > 1 else ""
+    return replace(moment, what=f"{moment.what}; its prompt takes {beside}{own_s:.3g} s on an idle engine, {left}")
 
 
 def _end_s(run: StoredRun, request: int) -> float:
@@ -181,6 +182,7 @@ class _Log:
         self._queue: int | None = None
         self._started = False
         self.moments: list[Moment] = []
+        self.slowdown = 1.0  # of steps by neighbours, when an engine of its model was looked at last
         self.waited_s: dict[str, float] = {}
         self.first_waited_s: dict[str, float] = {}
         self.prefill = Decode(request, visits, math.inf, first_token_s)
@@ -233,6 +235,7 @@ class _Log:
         if own:
             self._close(now)
             self._reason = _reason(own, self._prompt_tokens)
+            self.slowdown = min(state["slowdown"] for state in own)
 
     def _launched(self, now: float, entry: Mapping[str, Any]) -> None:
         """The engine in whose queue it is begins a batch: with its first chunk, or for a reason without it."""
