@@ -109,8 +109,8 @@ def held(path: Path, stamp: Stamp) -> Trace:
 
 
 def places(setup: Setup) -> tuple[int, ...]:
-    """Which of the file's models each model of the trace file is; all are the first where requests are dealt by shares, and
-    where there is one model and the trace names none. Raises ValueError when a name does not fit."""
+    """Which of the file's models each model of the trace file is. All are the first where requests are dealt by shares, and
+    where the trace names none and there is one model. Raises ValueError when a name does not fit."""
     trace, ids = recorded(setup), [model.id for model in setup.models]
     if setup.workload.assign == "share" or (len(ids) == 1 and trace.models == UNNAMED):
         return (0,) * len(trace.models)
