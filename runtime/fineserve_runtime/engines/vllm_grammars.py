@@ -175,7 +175,7 @@ class Grammars:
 
     @contextlib.contextmanager
     def _making_the_first(self) -> Iterator[None]:
-        """Half of the processors compile at most: eight threads took as much of two as an engine does."""
+        """Makers take half of the processors together, and one each at least. Eight threads each took as much as an engine."""
         with self._first, grammar_threads(max(1, (os.cpu_count() or 1) // 2 // _THREADS)):
             yield
 
