@@ -45,6 +45,8 @@ IN_TURN, STAGES = "in_turn", "stages"
 
 ROUNDS = 20
 NOISE = 0.02  # relative error below which rows weigh alike
+OWN = 0.5
+"""At least so much of the quickest row is in every step. Without this, noise can make a turn explain whole steps."""
 
 
 class TurnFit(NamedTuple):
@@ -142,10 +144,15 @@ def fit_steps(columns: dict[str, Any]) -> StepFit:
 
 
 def _relative(features: Floats, seconds: Floats, weight: Floats) -> Floats:
-    """Non-negative parameters with the least weighted squares of the relative errors."""
+    """Non-negative parameters with the least weighted squares of the relative errors. The first is in every step, and at
+    least ``OWN`` of the quickest. The problem is convex, so where that bound binds it is met exactly."""
     rows = features * (weight / seconds)[:, None]
     scale = np.maximum(rows.max(axis=0), np.finfo(np.float64).tiny)
     found: Floats = nnls(rows / scale, weight)[0] / scale
+    own_s = OWN * seconds.min()
+    if found[0] < own_s:
+        rest = nnls((rows / scale)[:, 1:], weight * (1 - own_s / seconds))[0] / scale[1:]
+        found = np.concatenate([[own_s], rest])
     return found
 
 

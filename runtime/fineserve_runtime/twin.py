@@ -168,7 +168,7 @@ class Twin:
         self._memory, self._tell, self._alarm = memory, tell, alarm
 
     def ask(self, question: Question) -> dict[str, Any]:
-        """Takes seconds. Raises ValueError for a question without an answer."""
+        """Takes seconds. Raises ValueError for a question without an answer, RuntimeError where the simulator fails."""
         rows, now_s = self._memory.taken(self._running, self._file.section.twin_s)
         steps = self._memory.known_steps(self._running)
         if not len(rows):
@@ -227,7 +227,8 @@ class Twin:
         return found
 
     def _answered(self, folder: Path) -> dict[str, Any]:
-        """The answer of a process of its own. Raises ValueError with its line, or when it takes too long or the server ends."""
+        """The answer of a process of its own. Raises ValueError with its line for a question without an answer. Raises
+        RuntimeError when it fails or takes too long, or the server ends."""
         command = [sys.executable, "-m", "fineserve_runtime.whatif", str(folder), str(self.niceness)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
             for _ in range(int(_PATIENCE_S / _LOOK_S)):
@@ -237,12 +238,12 @@ class Twin:
                 except subprocess.TimeoutExpired:
                     if self._running.driver.draining:
                         child.kill()
-                        raise ValueError("the server is shutting down") from None
+                        raise RuntimeError("the server is shutting down") from None
             else:
                 child.kill()
-                raise ValueError(f"the simulator had no answer within {_PATIENCE_S:g} s")
+                raise RuntimeError(f"the simulator had no answer within {_PATIENCE_S:g} s")
         if child.returncode:
-            raise ValueError(f"the simulator failed: {(err.strip().splitlines() or ['without a word'])[-1][:300]}")
+            raise RuntimeError(f"the simulator failed: {(err.strip().splitlines() or ['without a word'])[-1][:300]}")
         answer: dict[str, Any] = json.loads(out)
         if "problem" in answer:
             raise ValueError(answer["problem"])

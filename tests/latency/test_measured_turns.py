@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fineserve_sim.catalog import gpu, model, precision
-from fineserve_sim.latency.measured_steps import MeasuredStepModel, fit_steps
+from fineserve_sim.latency.measured_steps import OWN, MeasuredStepModel, fit_steps
 from fineserve_sim.latency.sharing import in_turn
 
 TURN_S, ROW_S, KV_S = 100e-6, 40e-6, 30e-9
@@ -40,6 +40,19 @@ def test_tables_of_one_engine_have_no_turns() -> None:
     fit = fit_steps(table(with_turns=False))
     assert fit.turn == (0.0, 0.0, 0.0)
     assert not any("turn" in line.quantity for line in _model(fit).provenance())
+
+
+def test_a_step_takes_time_whatever_noise_may_say() -> None:
+    """Few steps alone, many disturbed ones in turn: the turn seems to explain whole steps."""
+    columns = table(with_turns=True)
+    for seed in range(15):
+        rng = np.random.default_rng(seed)
+        drawn, disturbed, factor = rng.random(90), rng.random(90) < 0.7, 1 + rng.exponential(10.0, 90)
+        seen = drawn < np.where(columns["in_turn"], 0.6, 0.1)
+        noisy = columns | {"latency_s": columns["latency_s"] * np.where(columns["in_turn"] & disturbed, factor, 1.0)}
+        noisy = {name: values[seen] for name, values in noisy.items()}
+        step = _model(fit_steps(noisy))
+        assert step.step_s(1, 1, 0, 0, 0, 1) >= OWN * noisy["latency_s"].min(), seed
 
 
 def test_two_engines_in_turn_wait_for_both_turns() -> None:

@@ -178,10 +178,19 @@ def test_a_model_without_requests_has_the_steps_of_the_start(tmp_path: Path, mon
 def test_a_twin_that_is_off_raises_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tmp_path, monkeypatch, ("runtime.twin_error", "1e-9")) as here:
         here.load()
-        assert here.post("/admin/whatif").status_code == 200
+        answer = here.post("/admin/whatif")
+        assert answer.status_code == 200, answer.text
         ((what, facts),) = [each for each in here.alarms if each[0] == TWIN_IS_OFF]
         assert facts["allowed"] == 1e-9 and set(facts) >= {"throughput", "ttft"}, what
         assert here.service.metrics.registry.get_sample_value("fineserve:twin_alarms_total") == 1
+
+
+def test_a_simulator_that_fails_is_no_mistake_of_the_operator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(tmp_path, monkeypatch) as here:
+        here.load(8)
+        monkeypatch.setattr(Twin, "_facts", lambda twin, now_s: {})
+        answer = here.post("/admin/whatif")
+        assert answer.status_code == 503 and "the simulator failed: KeyError" in answer.text, answer.text
 
 
 @pytest.mark.slow
