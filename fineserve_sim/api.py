@@ -474,11 +474,12 @@ def _written(experiment: Mapping[str, Any], folder: Path) -> Path:
 
 
 def _best(answer: Answer) -> dict[str, Any]:
-    from fineserve_sim.experiment.sizing.report import reasons
+    from fineserve_sim.experiment.show.sizes import reasons
+    from fineserve_sim.experiment.sizing.report import answer_json
 
     row = {"system": answer.system, "title": answer.title}
     if answer.best is None:
-        return row | {"answer": float("nan"), "why": " ".join(reasons([answer]))}
+        return row | {"answer": float("nan"), "why": " ".join(reasons([answer_json(answer)]))}
     return row | {
         "answer": answer.best.value,
         **answer.best.shares,

@@ -209,7 +209,8 @@ def _print(found: Searched, asked: Question, folder: Path, as_json: bool) -> Non
     """The answers as a table or as data; the page with all of it."""
     from fineserve_sim.experiment.show.page.build import write_page
     from fineserve_sim.experiment.show.report import report
-    from fineserve_sim.experiment.sizing.report import table
+    from fineserve_sim.experiment.show.sizes import table
+    from fineserve_sim.experiment.show.where import PlainTable
 
     write_page([folder], folder / "report.html")
     if as_json:
@@ -218,7 +219,11 @@ def _print(found: Searched, asked: Question, folder: Path, as_json: bool) -> Non
     if asked.said:
         console().print(asked.said, soft_wrap=True, markup=False)
     console().print(found.headline, soft_wrap=True, markup=False)
-    console().print(table(found.answers, found.axis, found.prober.goals))
+    cells = table(found.data)
+    listed = PlainTable(*cells.headers, left=cells.texts)
+    for row in cells.rows:
+        listed.add_row(*row)
+    console().print(listed)
     for line in found.reasons:
         console().print(line, markup=False)
     if found.summary is not None:

@@ -56,8 +56,10 @@ def test_a_size_leaves_its_page_whether_it_finds_one_or_none(call: Any, trace: P
     page = (tmp_path / "some" / "report.html").read_text(encoding="utf-8")
     assert "<h2>Search</h2>" in page and "The cheapest that keeps 90 % within the limit of TTFT: FineServe on 1" in page
     assert "<h2>Placement</h2>" in page and '"0/search/ttft_attainment":' in page
-    assert call(*size, "--ttft-slo", "0.0001", "--out", "none").code == 0
+    told = call(*size, "--ttft-slo", "0.0001", "--out", "none")
     page = (tmp_path / "none" / "report.html").read_text(encoding="utf-8")
-    assert "No system keeps 90 % within the limit of TTFT." in page and "0.0 % at most are within reach" in page
+    none = "No number of h100-sxm keeps 90 % within the limit of TTFT: some requests are out of reach even alone on idle GPUs."
+    assert told.code == 0 and none in told.out and page.count(none) == 2  # on the first screen, and over the table
+    assert "None for FineServe, Dedicated: 0.0 % at most are within reach" in page
     assert "A (TP 1): 100.0 % of its requests cannot have a first token within 0.0001 s" in page
     assert "<h2>Placement</h2>" in page and (tmp_path / "none" / "summary.json").exists()  # of the closest cluster

@@ -12,12 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fineserve_sim.experiment.show.out_of_reach import out_of_reach_lines
+from fineserve_sim.experiment.show.sizes import headline, reasons
 from fineserve_sim.experiment.sizing import axis_of, goals, size
 from fineserve_sim.experiment.sizing.bisection import first_integer
 from fineserve_sim.experiment.sizing.changes import closest, remedies, size_changed
 from fineserve_sim.experiment.sizing.feasibility import Alone, Feasibility
 from fineserve_sim.experiment.sizing.probe import METRICS, Prober
-from fineserve_sim.experiment.sizing.report import headline, reasons
+from fineserve_sim.experiment.sizing.report import as_json
 
 BIG = {"id": "big", "model": "qwen2.5-72b", "precision": "awq", "tp": 2}
 YI = {"id": "yi", "model": "yi-34b", "precision": "awq"}
@@ -162,11 +163,15 @@ def test_out_of_reach_is_not_searched_and_a_way_out_is(tmp_path: Path) -> None:
     found = [(*map(str, each.changes), each.best and each.best.value) for each, _ in changed]
     assert found == [("big in fp8-kv16", 2), ("big at TP 8", 8)]
     answers = [none, *(answer for answer, _ in changed)]
-    assert headline(answers, gpus, prober.goals) == (
+    data = as_json(answers, gpus, prober.goals, "", found=False)
+    assert headline(data) == (
         "No number of h100-sxm keeps 99 % within the limit of TTFT: some requests are out of reach even alone on idle GPUs. "
         "With big in fp8-kv16 the cheapest that keeps them: Static* on 2 h100-sxm, $6.98 an hour."
     )
-    assert reasons(answers)[0] == "None for Static*: 60.0 % at most are within reach, each model alone on idle GPUs."
+    assert (
+        reasons(data["systems"])[0]
+        == "None for Static*: 60.0 % at most are within reach, each model alone on idle GPUs."
+    )
 
 
 @pytest.mark.parametrize("over", ["rate", "slo_scale"])

@@ -16,6 +16,7 @@ from fineserve_sim.experiment import ConfigError
 from fineserve_sim.experiment.results.hits import Hits
 from fineserve_sim.experiment.results.metrics import Measures, measure
 from fineserve_sim.experiment.run.run_data import RunData
+from fineserve_sim.experiment.show.sizes import headline, reasons
 from fineserve_sim.experiment.sizing import (
     Answer,
     Attained,
@@ -30,7 +31,7 @@ from fineserve_sim.experiment.sizing import (
 )
 from fineserve_sim.experiment.sizing.bisection import OTHERS, easiest_turn, first_integer
 from fineserve_sim.experiment.sizing.probe import Prober, _sure, _sure_of
-from fineserve_sim.experiment.sizing.report import headline, reasons
+from fineserve_sim.experiment.sizing.report import answer_json, as_json
 from fineserve_sim.experiment.sizing.search import fewest_gpus, least_gpus
 from fineserve_sim.experiment.sizing.variants import size_all, variants
 
@@ -264,7 +265,7 @@ def test_none_has_its_reason_and_a_bound_is_no_answer(file: Path, tmp_path: Path
     file.write_text(text, encoding="utf-8")
     (answer,) = size(Prober(file, tmp_path / "out", [goal("ttft:0.9")], jobs=1), axis_of("gpus"), most_gpus=2)
     assert answer.best is None and answer.why == "0.0 % at most are within reach, each model alone on idle GPUs"
-    assert reasons([answer])[0] == f"None for Static*: {answer.why}."
+    assert reasons([answer_json(answer)])[0] == f"None for Static*: {answer.why}."
 
 
 def test_fewer_gpus_than_the_weights_need_are_not_asked(file: Path, tmp_path: Path) -> None:
@@ -310,7 +311,7 @@ def test_the_one_to_take_is_the_best_along_the_axis() -> None:
 
 def test_without_all_prices_the_fewest_gpus_are_told_as_such() -> None:
     found = [answered("a", 3, 4.77, "a100-80gb"), answered("a", 2, None, "h800")]
-    assert headline(found, axis_of("gpus"), [goal("ttft:0.9")]) == (
+    assert headline(as_json(found, axis_of("gpus"), [goal("ttft:0.9")], "", found=False)) == (
         "The fewest GPUs (no price is known for h800) that keep 90 % within the limit of TTFT: a on 2 h800."
     )
 

@@ -12,10 +12,11 @@ from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.run.files import prepare, write_json
 from fineserve_sim.experiment.show.against import search_against
 from fineserve_sim.experiment.show.answer import limits_text
+from fineserve_sim.experiment.show.sizes import headline, reasons
 from fineserve_sim.experiment.sizing.changes import Found, closest, place_of, size_changed
 from fineserve_sim.experiment.sizing.mixes import Kind, size_mixed
 from fineserve_sim.experiment.sizing.probe import Prober
-from fineserve_sim.experiment.sizing.report import as_json, draw, headline, reasons
+from fineserve_sim.experiment.sizing.report import as_json, draw
 from fineserve_sim.experiment.sizing.search import Answer, Axis, to_take
 from fineserve_sim.experiment.sizing.sure import with_bands
 from fineserve_sim.experiment.sizing.variants import Variant, size_all
@@ -27,20 +28,18 @@ class Searched:
     built."""
 
     answers: Sequence[Answer]
-    axis: Axis
-    prober: Prober
     data: Mapping[str, Any]
     summary: Mapping[str, Any] | None
 
     @property
     def headline(self) -> str:
-        return headline(self.answers, self.axis, self.prober.goals)
+        return headline(self.data)
 
     @property
     def reasons(self) -> list[str]:
         """Why some have no answer, and what the one to take costs against dedicated GPUs."""
         told = search_against(self.data)
-        return [*([told] if told else []), *reasons(self.answers)]
+        return [*([told] if told else []), *reasons(self.data["systems"])]
 
 
 def search(
@@ -78,8 +77,8 @@ def _written(found: Found, axis: Axis, prober: Prober, folder: Path) -> Searched
     prepare(folder)
     write_json(folder / "size.json", data)
     limits = limits_text(summary["cells"][0]) if summary is not None and axis.key != "slo_scale" else ""
-    draw(answers, axis, prober.goals, title, folder, limits)
-    return Searched(answers, axis, prober, data, summary)
+    draw(data, folder, limits)
+    return Searched(answers, data, summary)
 
 
 def _in_full(answer: Answer, prober: Prober, key: str, value: float, folder: Path) -> Path:

@@ -11,7 +11,7 @@ from fineserve_sim.experiment.show.against import answer_against, search_against
 from fineserve_sim.experiment.show.answer import answer_lines, beyond_lines, breaks_text
 from fineserve_sim.experiment.show.out_of_reach import out_of_reach_lines
 from fineserve_sim.experiment.show.page.html import Html, joined, tag
-from fineserve_sim.experiment.show.page.search import search_headline
+from fineserve_sim.experiment.show.sizes import headline
 from fineserve_sim.experiment.show.where import MEMORY_PARTS, memory_gib, most_waiting
 
 Summary = Mapping[str, Any]
@@ -32,7 +32,7 @@ def first_screen(summary: Summary | None, searched: Search | None) -> Html | Non
     if searched is None and not lines:
         return None
     colour = verdict_of(summary, searched)
-    told = lines[0] if searched is None else search_headline(searched)
+    told = lines[0] if searched is None else headline(searched)
     parts = [tag("p", tag("b", _WORDS[colour], class_=f"badge is-{colour}"), " ", told, class_="verdict-line")]
     parts += [tag("p", line) for line in _sentences(summary, searched)]
     columns = [tag("div", *parts)]
