@@ -85,7 +85,7 @@ def _sample(models: int) -> Work:
 
     def work() -> int:
         run.parts.cluster.settle_all(0.0, ARRIVAL)
-        run.parts.sampler.sample(0.0)
+        run.parts.sampler.sample([0.0])
         return 1
 
     return work

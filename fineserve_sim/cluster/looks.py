@@ -58,11 +58,13 @@ class GpuUses:
         self.until_s = looks.until_s
         self.sums: dict[int, GpuUse] = {}
 
-    def sample(self, now: float) -> None:
-        """Look at every engine, unless it is too late to. They must be settled up to this moment."""
-        if now > self.until_s:
+    def sample(self, times: Sequence[float]) -> None:
+        """Look at every engine at each of the times that is not too late; all of them look alike. Engines must be settled up to
+        the first."""
+        looks = sum(now <= self.until_s for now in times)
+        if not looks:
             return
-        self.looks += 1
+        self.looks += looks
         seen: dict[int, GpuUse] = {}
         for engine in self._cluster.engines.values():
             waits = engine.waiting or self._cluster.controller.bound_to(engine.index)
@@ -84,7 +86,7 @@ class GpuUses:
         for gpu, use in seen.items():
             whole = self.sums.setdefault(gpu, GpuUse(gpu))
             for name in _COUNTED:
-                setattr(whole, name, getattr(whole, name) + getattr(use, name))
+                setattr(whole, name, getattr(whole, name) + looks * getattr(use, name))
 
 
 def fractions(sums: Mapping[int, GpuUse], looks: int) -> tuple[GpuUse, ...]:
@@ -116,14 +118,15 @@ class StepTimes:
         self.notes: list[Note] = []
         self.steps: dict[int, StepModel] = {}
 
-    def sample(self) -> None:
-        """Note the step that each engine is in. Engines must be settled up to this moment."""
+    def sample(self, alike: int = 1) -> None:
+        """Note the step that each engine is in; no engine is in any, if ``alike`` samples are the same. Engines must be settled
+        up to this moment."""
         for engine in self._engines():
             for lane in engine.lanes:
                 if lane.launched:
                     self.notes.append((self._samples, engine.index, Batch(*engine.batch_of(lane))))
                     self.steps[engine.index] = engine.step
-        self._samples += 1
+        self._samples += alike
         if self.most_notes and len(self.notes) >= self.most_notes:
             self._forgotten = self.shares()
             self.weighed += len(self.notes)

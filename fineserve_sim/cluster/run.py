@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ FAULT = order_of(Kind.TIMER, 1 << 19)
 MOST_SAMPLES = 100_000
 """A run that would have more samples, after 28 hours at one a second, has them further apart. So a gap of a year between two
 requests costs no more than a day."""
+
+MOST_ALIKE = 1000
+"""Samples that are taken as one, so that a run that hands its samples on keeps few of them."""
 
 YOUNG_OBJECTS = 50_000
 """New objects, less those that went, between two searches for cycles. The usual 700 cost a run up to a twentieth of its
@@ -109,6 +113,7 @@ class Run:
         else:
             self._number = scenario.clients.requests
             self._arrivals = self._closed = ClosedLoops(scenario.whole_trace, scenario.clients, caches=caches, own=own)
+        self._to_come = self._number
         self._expected_s = math.inf
         self._until_s = self._looks.until_s
         self._horizon_s = self._until_s + scenario.drain_s
@@ -165,6 +170,7 @@ class Run:
         arrivals, cluster = self._arrivals, self.parts.cluster
         while arrivals.next_s == now:
             request, output, prefix = arrivals.take()
+            self._to_come -= 1
             cluster.arrive(request, output, now, prefix)
         self._expected_s = math.inf
         self._expect()
@@ -183,14 +189,25 @@ class Run:
         self.parts.cluster.settle_all(now, TIMER)
         if not outcomes.open:
             return
-        self.parts.sampler.sample(now)
-        self.step_times.sample()
-        self.gpu_uses.sample(now)
-        self._samples += 1
+        times = [now, *self._samples_alike()]
+        self.parts.sampler.sample(times)
+        self.step_times.sample(len(times))
+        self.gpu_uses.sample(times)
+        self._samples += len(times)
+        self._events += len(times) - 1
         clock.at(sample_time_s(self._samples, self._sample_s), TIMER, self._on_sample)
         if tell is not None and time.monotonic() - self._told_s >= TOLD_S:
             self._told_s = time.monotonic()
             tell(self._number - outcomes.open, self._number)
+
+    def _samples_alike(self) -> list[float]:
+        """The times of the samples to come that will be as the one under way: no request is in the cluster, and no event is
+        before them. So idle time costs next to nothing."""
+        if self.parts.cluster.outcomes.open > self._to_come:
+            return []
+        until_s, number = self.parts.cluster.clock.peek(), self._samples + 1
+        times = (sample_time_s(each, self._sample_s) for each in range(number, number + MOST_ALIKE))
+        return list(takewhile(lambda time_s: time_s < until_s and time_s <= self._horizon_s, times))
 
     def result(self) -> RunResult:
         parts, columns = self.parts, self._whole.columns

@@ -44,16 +44,16 @@ def sample_time_s(number: int, every_s: float) -> float:
 
 
 class Samples:
-    """Rows of a timeline, one a sample."""
+    """Rows of a timeline, one a sample. Samples that are alike are kept once, with their times."""
 
     def __init__(self, models: Sequence[str], gpus: int) -> None:
         self._models = tuple(models)
         self._widths = dict.fromkeys(PER_COLUMN, len(self._models)) | dict.fromkeys(PER_GPU, gpus)
         self._only: Callable[[Timeline], None] | None = None
-        self._rows: list[tuple[float, dict[str, Ints]]] = []
+        self._rows: list[tuple[Sequence[float], dict[str, Ints]]] = []
 
-    def add(self, now: float, **rows: list[int]) -> None:
-        self._rows.append((now, {name: np.array(row, dtype=np.int64) for name, row in rows.items()}))
+    def add(self, times: Sequence[float], **rows: list[int]) -> None:
+        self._rows.append((times, {name: np.array(row, dtype=np.int64) for name, row in rows.items()}))
         if self._only is not None and len(self._rows) >= HANDED_ON:
             self.hand_on(self._only)
 
@@ -65,11 +65,13 @@ class Samples:
         self._rows.clear()
 
     def timeline(self) -> Timeline:
+        alike = [len(times) for times, _ in self._rows]
         tables = {
-            name: np.array([rows[name] for _, rows in self._rows], dtype=np.int64).reshape(len(self._rows), width)
+            name: np.array([rows[name] for _, rows in self._rows], dtype=np.int64).reshape(len(alike), width)
             for name, width in self._widths.items()
         }
-        time_s = np.array([now for now, _ in self._rows], dtype=np.float64)
+        tables = {name: table.repeat(alike, axis=0) for name, table in tables.items()}
+        time_s = np.array([now for times, _ in self._rows for now in times], dtype=np.float64)
         return Timeline(time_s=time_s, engine_models=self._models, **tables)
 
 
@@ -89,12 +91,12 @@ class EngineSampler:
         self._managers = managers
         self.rows = Samples([column.model for column in columns], len(managers))
 
-    def sample(self, now: float) -> None:
-        """Note everything as it is. Engines must be settled up to this moment."""
+    def sample(self, times: Sequence[float]) -> None:
+        """Note everything as it is at each of the times. Engines must be settled up to the first."""
         engines = [(column.engines(), column.queued()) for column in self._columns]
         ledgers = [manager.ledger() for manager in self._managers]
         self.rows.add(
-            now,
+            times,
             waiting=[queued + sum(e.waiting for e in here) for here, queued in engines],
             running=[sum(e.running for e in here) for here, _ in engines],
             kv_used_bytes=[sum(e.kv.used_bytes() for e in here) for here, _ in engines],
@@ -117,7 +119,8 @@ class InstanceSampler:
         self.rows = Samples([model] * len(instances), len(self._of_gpus))
         self.looks: list[tuple[float, int, int, int]] = []
 
-    def sample(self, now: float) -> None:
+    def sample(self, times: Sequence[float]) -> None:
+        """As ``EngineSampler.sample``."""
         instances, engines = self._instances, self._cluster.engines.values()
         waiting, running = [0] * len(instances), [0] * len(instances)
         demand_blocks = 0
@@ -126,7 +129,7 @@ class InstanceSampler:
             running[engine.columns[0]] += engine.running
             demand_blocks += engine.kv.used_blocks() + sum(queue.head_blocks for queue in engine.queues)
         self.rows.add(
-            now,
+            times,
             waiting=waiting,
             running=running,
             kv_used_bytes=[instance.kv.used_bytes for instance in instances],
@@ -134,7 +137,8 @@ class InstanceSampler:
             gpu_free_bytes=[(at.kv.limit_bytes - at.kv.used_bytes) // len(at.gpus) for at in self._of_gpus],
         )
         capacity_bytes = sum(instance.kv.limit_bytes for instance in instances if instance.alive)
-        self.looks.append((now, demand_blocks * instances[0].sizes.block_bytes, capacity_bytes, len(engines)))
+        demand_bytes = demand_blocks * instances[0].sizes.block_bytes
+        self.looks += [(now, demand_bytes, capacity_bytes, len(engines)) for now in times]
 
 
 Sampler = EngineSampler | InstanceSampler

@@ -86,7 +86,7 @@ def simulate_component(component: Component) -> Piece:
     """One component to its end."""
     run = Run(component.scenario, compose(component.scenario, component.placed), looks=component.looks)
     run.to_the_end()
-    run.parts.sampler.sample(math.inf)
+    run.parts.sampler.sample([math.inf])
     notes, run.step_times.notes = run.step_times.notes, []  # weighed with those of the others
     return Piece(run.result(), notes, run.gpu_uses.sums)
 

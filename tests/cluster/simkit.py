@@ -11,7 +11,7 @@ import numpy as np
 from fineserve_traces import Trace
 
 from fineserve_sim.catalog import gpu, model, precision
-from fineserve_sim.cluster import EngineSettings, Fate, Gpu, RunResult, Scenario, ServedModel, simulate
+from fineserve_sim.cluster import EngineSettings, Fate, Gpu, RunResult, Scenario, ServedModel, Visits, simulate
 from fineserve_sim.cluster.compose import profiling
 from fineserve_sim.cluster.compose.memory import geometry, peak_activation_bytes, resident_bytes
 from fineserve_sim.latency import StepModel
@@ -170,3 +170,28 @@ def assert_memory_returned(scenario: Scenario, result: RunResult) -> None:
             if host in instance.gpus:
                 held = held + timeline.kv_used_bytes[:, engine] // len(instance.gpus)
         assert (held <= capacity[host]).all()
+
+
+def assert_same(one: RunResult, other: RunResult) -> None:
+    """Bit for bit, but for the number of events."""
+    for name in ("first_token_s", "finish_s", "fate", "preemptions", "engine"):
+        first, second = getattr(one, name), getattr(other, name)
+        assert first.dtype == second.dtype and first.tobytes() == second.tobytes(), name
+    for name in Visits.COLUMNS:
+        first, second = getattr(one.visits, name), getattr(other.visits, name)
+        assert first.dtype == second.dtype and first.tobytes() == second.tobytes(), name
+    for name in ("time_s", "waiting", "running", "kv_used_bytes", "gpu_stranded_bytes", "gpu_free_bytes"):
+        first, second = getattr(one.timeline, name), getattr(other.timeline, name)
+        assert first.shape == second.shape and first.tobytes() == second.tobytes(), name
+    for name in (
+        "placement",
+        "kv_capacity_bytes",
+        "end_s",
+        "iterations",
+        "step_times",
+        "step_samples",
+        "counters",
+        "gpu_use",
+    ):
+        assert getattr(one, name) == getattr(other, name), name
+    assert one.timeline.engine_models == other.timeline.engine_models

@@ -12,39 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 from randomkit import scenario_of
-from simkit import gpus, pinned, served, system, trace_of
+from simkit import assert_same, gpus, pinned, served, system, trace_of
 
-from fineserve_sim.cluster import Fate, RunResult, Scenario, ScenarioError, Visits
+from fineserve_sim.cluster import Fate, Scenario, ScenarioError
 from fineserve_sim.cluster.components import Apart, Component, Piece, taken_apart, why_whole
 from fineserve_sim.cluster.sharing.domain import connected
 from fineserve_sim.cluster.simulation import simulate, simulate_component, simulate_whole
 from fineserve_sim.systems import load_systems
 
 SEEDS = 100
-
-
-def assert_same(one: RunResult, other: RunResult) -> None:
-    for name in ("first_token_s", "finish_s", "fate", "preemptions", "engine"):
-        first, second = getattr(one, name), getattr(other, name)
-        assert first.dtype == second.dtype and first.tobytes() == second.tobytes(), name
-    for name in Visits.COLUMNS:
-        first, second = getattr(one.visits, name), getattr(other.visits, name)
-        assert first.dtype == second.dtype and first.tobytes() == second.tobytes(), name
-    for name in ("time_s", "waiting", "running", "kv_used_bytes", "gpu_stranded_bytes", "gpu_free_bytes"):
-        first, second = getattr(one.timeline, name), getattr(other.timeline, name)
-        assert first.shape == second.shape and first.tobytes() == second.tobytes(), name
-    for name in (
-        "placement",
-        "kv_capacity_bytes",
-        "end_s",
-        "iterations",
-        "step_times",
-        "step_samples",
-        "counters",
-        "gpu_use",
-    ):
-        assert getattr(one, name) == getattr(other, name), name
-    assert one.timeline.engine_models == other.timeline.engine_models
 
 
 def backwards(components: Iterable[Component]) -> list[Piece]:

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 from numpy.typing import NDArray
-from simkit import gpus, pinned, served, solo, system, trace_of
+from randomkit import KINDS, scenario_of
+from simkit import assert_same, gpus, pinned, served, solo, system, trace_of
 
 from fineserve_sim.cluster import EngineSettings, RunResult, Scenario, simulate
 from fineserve_sim.cluster.samples import sample_time_s
@@ -88,3 +89,17 @@ def test_components_are_looked_at_when_the_whole_is() -> None:
     expected = [sample_time_s(number, 1.0) for number in range(len(whole.timeline.time_s))]
     assert whole.timeline.time_s.tolist() == apart.timeline.time_s.tolist() == expected
     assert whole.gpu_use == apart.gpu_use and whole.step_times == apart.step_times
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_idle_time_is_sampled_at_once_and_the_same(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same bits as when every sample is taken by itself, in random clusters whose requests pause for two minutes."""
+    drawn = scenario_of(kind, 3)
+    arrival_s = drawn.whole_trace.arrival_s
+    late = arrival_s > np.median(arrival_s)
+    paused = replace(drawn, trace=replace(drawn.whole_trace, arrival_s=arrival_s + 120.0 * late))
+    at_once = simulate(paused)
+    monkeypatch.setattr("fineserve_sim.cluster.run.MOST_ALIKE", 0)
+    one_by_one = simulate(paused)
+    assert_same(at_once, one_by_one)
+    assert at_once.events == one_by_one.events

@@ -50,7 +50,7 @@ def experiment_for_trace(
     workload = {"trace": str(trace.resolve()), "requests": requests, "warmup_requests": warmup_requests}
     options: dict[str, Any] = {
         "fineserve": 1,
-        "title": f"Comparison on {trace.name}",
+        "title": f"Requests of {trace.name}",
         "cluster": {"gpu": gpu, "count": count, "sharing": sharing}
         | ({} if usd_per_gpu_hour is None else {"usd_per_gpu_hour": usd_per_gpu_hour}),
         "models": [dict(model) for model in models],
