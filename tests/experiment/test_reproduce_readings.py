@@ -77,8 +77,10 @@ def test_each_reading_is_run_once_and_kept(experiments, tmp_path: Path, monkeypa
     assert list(first) == [DEFAULT, ("placement.fineserve.score", "exact")]
     assert all(set(verdicts) == {"FS-10c"} for verdicts in first.values())
     assert (tmp_path / "out" / "small" / "summary.json").exists()
-    found.write_text(found.read_text(encoding="utf-8").replace("not reproduced", "reproduced"), encoding="utf-8")
+    kept = found.read_text(encoding="utf-8").replace("not reproduced", "reproduced")
+    found.write_text(kept + "placement.fineserve.score,closed since,FS-10c,reproduced\n", encoding="utf-8")
     again = sweep([CLAIM], experiments, tmp_path / "other", found, jobs=1)
+    assert list(again) == list(first)
     assert again[("placement.fineserve.score", "exact")] == {"FS-10c": "reproduced"}
     assert not (tmp_path / "other").exists()
 

@@ -43,11 +43,13 @@ def sweep(
     on_progress: OnProgress | None = None,
 ) -> Verdicts:
     """Decide the targets under the defaults and every other reading. ``found`` is a CSV file: readings in it are not run again,
-    and each new one is added as it is done. Simulations are kept below ``out``; ``summary.json`` there is of the last reading.
+    and each new one is added as it is done. Readings that are no longer open count for nothing. Simulations are kept below
+    ``out``; ``summary.json`` there is of the last reading.
 
     Raises LedgerError for a file that is none of ours; otherwise as ``reproduce``.
     """
-    known = read(found)
+    is_open = {DEFAULT, *((reading.option, str(value)) for reading, value in _alternatives())}
+    known = {key: verdicts for key, verdicts in read(found).items() if key in is_open}
     decide = partial(reproduce, out=out, jobs=jobs, executor=executor, on_progress=on_progress)
     for key, touched, read_so in _readings(targets, experiments):
         if key not in known and touched:
