@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from importlib.resources import files
 from inspect import signature
 from pathlib import Path
@@ -19,6 +20,7 @@ from fineserve_sim.cluster import Fate, Gpu, Scenario, ServedModel, simulate
 from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.place import place
 from fineserve_sim.cluster.engine.loop import Engine
+from fineserve_sim.experiment.reproduce.readings import system_read_as
 from fineserve_sim.policy.groups.dispatch import LlumnixMigration
 from fineserve_sim.policy.groups.drop_plan import KunServeDrop
 from fineserve_sim.policy.placement.fineserve import FineServePlacement
@@ -222,6 +224,21 @@ def test_table_4_static_places_as_fineserve_does() -> None:
 def test_every_system_serves_table_4(name: str) -> None:
     run = simulate(scenario(name))
     assert (run.fate == Fate.FINISHED).all()
+
+
+@pytest.mark.parametrize("name", sorted(load_systems()))
+def test_every_system_runs_under_every_open_reading(name: str) -> None:
+    """An option may be refused beside another one's default."""
+    system = load_systems()[name]
+    several = scenario("fineserve")
+    rows = np.zeros(3, dtype=np.int32)
+    one = replace(several, models=several.models[:1], trace=replace(several.whole_trace, model=rows, models=("A",)))
+    base = several if system.dispatch is None else one
+    for reading in open_readings():
+        for value in reading.values[1:]:
+            read = system_read_as(system, reading, value)
+            if read is not system:
+                simulate(replace(base, system=read, sample_s=0.0))
 
 
 def test_dedicated_turns_away_the_model_for_which_no_gpu_is_left() -> None:

@@ -79,7 +79,7 @@ def read_as(experiment: Experiment, reading: OpenReading, value: Any) -> Experim
     """The experiment with ``value`` in every system that has the reading's default; itself, if no system of its sweeps has."""
     named = {point.system for point in experiment.points}
     setups = {
-        key: replace(setup, systems={name: _read_as(system, reading, value) for name, system in setup.systems.items()})
+        key: replace(setup, systems={name: system_read_as(system, reading, value) for name, system in setup.systems.items()})
         for key, setup in experiment.setups.items()
     }
     changed = any(
@@ -88,7 +88,8 @@ def read_as(experiment: Experiment, reading: OpenReading, value: Any) -> Experim
     return replace(experiment, setups=setups) if changed else experiment
 
 
-def _read_as(system: SystemSpec, reading: OpenReading, value: Any) -> SystemSpec:
+def system_read_as(system: SystemSpec, reading: OpenReading, value: Any) -> SystemSpec:
+    """The system with ``value`` where it has the reading's default; itself, where it has not."""
     for each in (reading.option, *reading.also):
         axis, name, option = each.split(".")
         policy = getattr(system, axis)
