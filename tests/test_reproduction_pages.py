@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from fineserve_sim.experiment.reproduce.readings import DEFAULT, read
+from fineserve_sim.systems import open_readings
+
 DOCS = Path(__file__).parents[1] / "docs"
 LEDGER = (DOCS / "reproduction.md").read_text(encoding="utf-8")
 PAGES = sorted((DOCS / "reproduction").glob("*.md"))
@@ -26,6 +29,8 @@ def verdicts(text: str) -> Iterator[tuple[str, str]]:
             yield claim[0], found.pop()
 
 
+SPARES = ("instances", "start_s", "growing_samples")
+"""Options of a system that no claim is about."""
 KNOWN = dict(verdicts(LEDGER))
 
 
@@ -57,3 +62,18 @@ def test_every_claim_of_the_fixed_list_that_stays_out_has_a_cause() -> None:
     }
     assert explained == outside
     assert all(cell.strip() for row in rows if row.startswith("|") for cell in row.strip("|").split("|"))
+
+
+def test_every_open_reading_was_run_and_the_claims_that_others_bring_out_are_named() -> None:
+    found = read(DOCS / "data" / "readings.csv")
+    alternatives = {(each.option, str(value)) for each in open_readings() for value in each.values[1:]}
+    untouched = {option for option, _ in alternatives - set(found)}
+    assert set(found) - alternatives == {DEFAULT}
+    assert untouched == {"memory.contiguous.max_tokens", *(f"scaling.spares.{name}" for name in SPARES)}
+    assert f"All {len(found) - 1} readings that touch a claim were compared" in LEDGER
+    listed = yaml.safe_load(FIXED_LIST.read_text(encoding="utf-8"))
+    outside = {claim for claims in listed.values() for claim in claims if KNOWN.get(claim) != "reproduced"}
+    short = found.pop(DEFAULT)
+    outside = {claim for claim in outside if short[claim] != "reproduced"}
+    brought = sorted(claim for claim in outside if any(each.get(claim) == "reproduced" for each in found.values()))
+    assert f"Other readings bring out two: {' and '.join(brought)}." in LEDGER

@@ -79,7 +79,9 @@ def read_as(experiment: Experiment, reading: OpenReading, value: Any) -> Experim
     """The experiment with ``value`` in every system that has the reading's default; itself, if no system of its sweeps has."""
     named = {point.system for point in experiment.points}
     setups = {
-        key: replace(setup, systems={name: system_read_as(system, reading, value) for name, system in setup.systems.items()})
+        key: replace(
+            setup, systems={name: system_read_as(system, reading, value) for name, system in setup.systems.items()}
+        )
         for key, setup in experiment.setups.items()
     }
     changed = any(
