@@ -119,8 +119,8 @@ class StepTimes:
         self.steps: dict[int, StepModel] = {}
 
     def sample(self, alike: int = 1) -> None:
-        """Note the step that each engine is in; no engine is in any, if ``alike`` samples are the same. Engines must be settled
-        up to this moment."""
+        """Note the step that each engine is in. So many samples as ``alike`` are the same; of several no engine is in a step.
+        Engines must be settled up to the first."""
         for engine in self._engines():
             for lane in engine.lanes:
                 if lane.launched:

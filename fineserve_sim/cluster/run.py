@@ -202,7 +202,7 @@ class Run:
 
     def _samples_alike(self) -> list[float]:
         """The times of the samples to come that will be as the one under way: no request is in the cluster, and no event is
-        before them. So idle time costs next to nothing."""
+        before them. So idle time costs next to nothing, unless a policy ticks in it."""
         if self.parts.cluster.outcomes.open > self._to_come:
             return []
         until_s, number = self.parts.cluster.clock.peek(), self._samples + 1

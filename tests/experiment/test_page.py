@@ -29,7 +29,7 @@ from fineserve_sim.experiment.show.page.figures import sweeps, system_looks
 from fineserve_sim.experiment.show.page.first import verdict_of
 from fineserve_sim.experiment.show.page.memory import Panel, _colours, _label
 from fineserve_sim.experiment.show.page.overview import overview
-from fineserve_sim.experiment.show.page.search import search_charts
+from fineserve_sim.experiment.show.page.search import read_search, search_charts
 from fineserve_sim.experiment.show.page.style import Looks, percent_range
 from fineserve_sim.experiment.show.page.sweep_charts import sweep_charts, sweep_of
 from fineserve_sim.experiment.show.timelines.stored import run_of
@@ -408,3 +408,10 @@ def test_a_time_a_token_is_of_requests_of_several_tokens_whatever_became_of_them
     )
     curves = latency_traces("tpot", {"x": dropped}, {"x": cell}, Looks([cell["system"]]))
     assert curves[0]["y"][-1] == pytest.approx(100 * 30 / 40, rel=1e-3)
+
+
+@pytest.mark.parametrize(("text", "told"), [("{", "damaged"), ('{"systems": []}', "an older version")])
+def test_a_search_that_cannot_be_shown_is_made_again(text: str, told: str, tmp_path: Path) -> None:
+    (tmp_path / "size.json").write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=f"size.json: .*{told}; search again"):
+        read_search(tmp_path)

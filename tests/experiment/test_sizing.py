@@ -309,6 +309,13 @@ def test_the_one_to_take_is_the_best_along_the_axis() -> None:
     assert to_take([], axis_of("rate")) is None
 
 
+def test_the_first_line_names_the_one_to_take() -> None:
+    """Of equal rates the cheapest, which is the one that is shown."""
+    found = [answered("a", 1.0, 3.5), answered("b", 4.0, 7.0), answered("c", 4.0, 3.5)]
+    said = headline(as_json(found, axis_of("rate"), [goal("ttft:0.9")], "", found=False))
+    assert said == "The highest rate scale that keeps 90 % within the limit of TTFT: 4, c."
+
+
 def test_without_all_prices_the_fewest_gpus_are_told_as_such() -> None:
     found = [answered("a", 3, 4.77, "a100-80gb"), answered("a", 2, None, "h800")]
     assert headline(as_json(found, axis_of("gpus"), [goal("ttft:0.9")], "", found=False)) == (

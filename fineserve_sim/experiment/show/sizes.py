@@ -86,11 +86,10 @@ def headline(found: Found) -> str:
         return _none(found["systems"], found, targets)
     asked = [answer for answer in found["systems"] if not answer["changes"]]
     none_as_asked = "" if any(answer in asked for answer in held) else f"{_none(asked, found, targets)} "
+    chosen = found["systems"][found["taken"]]
     if found["cheapest"] is None:
-        best = (max if found["best"] == "highest" else min)(held, key=lambda answer: float(answer["answer"]["value"]))
-        place = f"{number(best['answer']['value'])}, {line_name(best, held)}"
+        place = f"{number(chosen['answer']['value'])}, {line_name(chosen, held)}"
         return f"{none_as_asked}The {found['best']} {lowered(found['title'])} that keeps {targets}: {place}."
-    chosen = found["systems"][found["cheapest"]]
     first = cheapest_text((answer["gpu"], answer["answer"]["usd_per_hour"]) for answer in held)
     if chosen["changes"]:
         first = f"With {changes_text(chosen['changes'])} the {first.removeprefix('The ')} them"

@@ -24,17 +24,19 @@ from fineserve_sim.experiment.show.plot_style import (
 )
 from fineserve_sim.experiment.show.sizes import Found, line_name
 from fineserve_sim.experiment.sizing.probe import Goal
-from fineserve_sim.experiment.sizing.search import GPUS, Answer, Axis, cheapest
+from fineserve_sim.experiment.sizing.search import GPUS, Answer, Axis, to_take
 
 
 def as_json(
     answers: Sequence[Answer], axis: Axis, goals: Sequence[Goal], experiment: str, *, found: bool
 ) -> Mapping[str, Any]:
-    """Everything that was found, probes included; ``cheapest`` is the place in ``systems`` of the one to take; ``found``:
-    whether it was run in full, beside this."""
-    chosen = cheapest(answers) if axis is GPUS else None
+    """Everything that was found, probes included. ``taken`` is the place in ``systems`` of the one to take, and ``cheapest``,
+    too, where GPUs are searched. ``found``: whether it was run in full, beside this."""
+    chosen = to_take(answers, axis)
+    taken = None if chosen is None else list(answers).index(chosen)
     return {
-        "cheapest": None if chosen is None else list(answers).index(chosen),
+        "taken": taken,
+        "cheapest": taken if axis is GPUS else None,
         "found": found,
         "experiment": experiment,
         "over": axis.key,

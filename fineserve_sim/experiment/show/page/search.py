@@ -17,7 +17,8 @@ SIZE = "size.json"
 
 
 def read_search(folder: Path) -> dict[str, Any] | None:
-    """What is in a results folder of a search; None in one of a run. Raises ValueError for a damaged file."""
+    """What is in a results folder of a search; None in one of a run. Raises ValueError for a damaged file, and for one that an
+    older version wrote."""
     path = folder / SIZE
     if not path.is_file():
         return None
@@ -25,6 +26,8 @@ def read_search(folder: Path) -> dict[str, Any] | None:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         raise ValueError(f"{path}: damaged; search again") from None
+    if "taken" not in found:
+        raise ValueError(f"{path}: written by an older version; search again")
     return found
 
 
