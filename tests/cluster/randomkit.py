@@ -29,7 +29,7 @@ Options = dict[str, Any]
 
 FORMATS = [("llama-3.2-1b", "fp16"), ("llama-3.2-1b", "fp8"), ("llama-3.1-8b", "qoq"), ("llama-3.1-8b", "awq")]
 LULL_S = 30.0
-MAY_WAIT = ("prism", "qlm", "requeue", "failing", "drifting", "timetable", "offloading")
+MAY_WAIT = ("prism", "qlm", "requeue", "failing", "drifting", "timetable", "offloading", "drafting")
 """Kinds in which a model may find no room, and its requests wait for ever."""
 
 
@@ -384,6 +384,45 @@ def offloading(random: Random) -> Scenario:
     return replace(scenario, system=scenario.system.model_copy(update={"memory": memory}), engine=engine, trace=trace)
 
 
+# --- drafts and ranks ---------------------------------------------------------------------------------------------------
+
+
+def drafting(random: Random) -> Scenario:
+    """A cluster of another kind with drafts before most of its models, and as much memory more as they take."""
+    scenario = random.choice([static, prism, qlm, requeue, failing, instances, llumnix])(random)
+    models, settings = tuple(_with_draft(random, model) for model in scenario.models), scenario.engine
+    drafts_bytes = fixed_bytes(models, settings) - fixed_bytes(scenario.models, settings)
+    usable_bytes = (
+        int(settings.memory_utilization * H100.memory_bytes) + 2 * drafts_bytes
+    )  # a GPU may have a model twice
+    return replace(scenario, models=models, engine=with_usable_bytes(usable_bytes, settings))
+
+
+def _with_draft(random: Random, model: ServedModel) -> ServedModel:
+    tokens = random.randint(0, 3)
+    accepted = random.choice([0.0, 0.6, 1.0])
+    shares = [accepted**place for place in range(1, tokens + 1)]
+    draft = random.choice([None, catalog.model("llama-3.2-1b")])
+    return replace(model, model=catalog.with_speculation(model.model, tokens, shares, draft)) if tokens else model
+
+
+def ranks(random: Random) -> Scenario:
+    """Mixtures of experts whose attention runs in data-parallel ranks, each with little KV memory of its own."""
+    settings = _settings(random)
+    degrees = [random.choice([(2, 1), (4, 1), (2, 2)]) for _ in range(random.choice([1, 1, 2]))]
+    models = tuple(_with_ranks(f"m{place}", *degree) for place, degree in enumerate(degrees))
+    settings = with_kv_blocks(models[:1], random.choice([30, 60, 200]), settings)
+    rows = _rows(random, (15, 60), 0.6, [1, 15, 16, 17, 90, 300], [1, 2, 16, 30, 120], len(models))
+    cards = sum(count * tp for count, tp in degrees)
+    spec = load_systems()["dedicated"]
+    return Scenario(spec, models, _gpus(cards), trace_of(rows, [m.id for m in models]), settings, sample_s=0.05)
+
+
+def _with_ranks(id: str, count: int, tp: int) -> ServedModel:
+    mixture = catalog.with_experts(catalog.model("qwen3-30b-a3b"), "whole")
+    return replace(served(id, tp=tp), model=catalog.with_ranks(mixture, count), precision=catalog.precision("fp16"))
+
+
 # --- parts -------------------------------------------------------------------------------------------------------------
 
 
@@ -460,5 +499,7 @@ KINDS: dict[str, Callable[[Random], Scenario]] = {
         pipelines,
         kunserve,
         offloading,
+        drafting,
+        ranks,
     )
 }

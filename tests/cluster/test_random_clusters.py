@@ -27,6 +27,8 @@ CASES = {
     "pipelines": (5, {"preemptions": 50, "faults": 5}),
     "kunserve": (7, {"preemptions": 10, "faults": 3, "drops": 3, "restores": 3}),
     "offloading": (8, {"preemptions": 10, "activations": 5, "finished": 150}),
+    "drafting": (8, {"preemptions": 3, "activations": 10, "finished": 150}),
+    "ranks": (6, {"preemptions": 5, "finished": 150}),
 }
 """By kind: how many seeds, and how often what must happen in them, for a law that nothing tries is none."""
 
