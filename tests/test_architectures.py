@@ -193,9 +193,17 @@ def test_uneven_experts_are_refused() -> None:
 
 
 def test_mxfp4_is_for_experts_alone() -> None:
-    """gpt-oss-120b: the checkpoint is 60.8 GiB (OpenAI's model card, table 1)."""
-    assert weight_bytes(model("gpt-oss-120b"), precision("mxfp4"), 1) / 2**30 == pytest.approx(60.8, rel=0.005)
-    assert weight_bytes(model("gpt-oss-20b"), precision("mxfp4"), 1) / 2**30 == pytest.approx(12.8, rel=0.005)
+    """gpt-oss: the checkpoints are 60.8 and 12.8 GiB (OpenAI's model card, table 1), as they are for Triton."""
+    as_stored = precision("W4A16-MXFP4-Triton")
+    assert weight_bytes(model("gpt-oss-120b"), as_stored, 1) / 2**30 == pytest.approx(60.8, rel=0.005)
+    assert weight_bytes(model("gpt-oss-20b"), as_stored, 1) / 2**30 == pytest.approx(12.8, rel=0.005)
+
+
+def test_what_pads_experts_for_marlin_takes_memory() -> None:
+    """Its experts are 3,072 x 2,944 where gpt-oss's are 2,880 x 2,880."""
+    oss = model("gpt-oss-120b")
+    more = weight_bytes(oss, precision("mxfp4"), 1) - weight_bytes(oss, precision("W4A16-MXFP4-Triton"), 1)
+    assert more == pytest.approx(36 * 128 * 3 * (3072 * 2944 - 2880 * 2880) * 4.25 / 8, abs=1)
 
 
 def test_each_checkpoint_is_in_a_precision_of_the_catalog() -> None:

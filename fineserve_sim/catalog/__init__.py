@@ -13,16 +13,14 @@ from fineserve_sim.catalog.architecture import (
     mlp_layers,
 )
 from fineserve_sim.catalog.checkpoint import check_checkpoint_precision, checkpoint_precision
+from fineserve_sim.catalog.experts import ExpertWork, data_ranks, expert_work, padded, with_experts, with_ranks
 from fineserve_sim.catalog.geometry import (
-    ExpertWork,
     Linear,
     Product,
     activation_bytes,
     active_parameters,
     check_tp,
-    data_ranks,
     drafted,
-    expert_work,
     graph_bytes,
     grows_evenly,
     kv_heads_per_gpu,
@@ -34,8 +32,6 @@ from fineserve_sim.catalog.geometry import (
     products,
     state_bytes,
     weight_bytes,
-    with_experts,
-    with_ranks,
 )
 from fineserve_sim.catalog.hf import model_from_hf_config
 from fineserve_sim.catalog.load import (
@@ -144,6 +140,7 @@ __all__ = [
     "model",
     "model_from_hf_config",
     "models",
+    "padded",
     "parameters",
     "precision",
     "precision_of",

@@ -8,9 +8,10 @@ of attention in data parallel. Embeddings, lm_head, norms and biases keep 16 bit
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from fineserve_sim.catalog.architecture import LinearAttention, ModelSpec, attention_layers, mlp_layers
+from fineserve_sim.catalog.experts import MARLIN, data_ranks, expert_work, padded
 from fineserve_sim.catalog.load import CatalogError
 from fineserve_sim.catalog.specs import PrecisionSpec
 
@@ -41,28 +42,6 @@ class Product(NamedTuple):
     shape: Linear
     layers: int
     plain: bool = False
-
-
-class ExpertWork(NamedTuple):
-    """The experts of ``layers`` layers as one GPU of the group holds them: ``local`` of ``experts``, ``width`` wide each."""
-
-    layers: int
-    experts: int
-    active: int
-    hidden: int
-    width: int
-    matrices: int
-    spread: int
-    split: int
-
-    @property
-    def local(self) -> int:
-        return self.experts // self.spread
-
-    @property
-    def weights(self) -> int:
-        """Weights of one expert here."""
-        return self.matrices * self.hidden * self.width
 
 
 def check_tp(model: ModelSpec, tp: int) -> None:
@@ -158,40 +137,6 @@ def linears(model: ModelSpec, tp: int) -> dict[str, Linear]:
     return {name: product.shape for name, product in products(model, tp).items()}
 
 
-def expert_work(model: ModelSpec, tp: int) -> ExpertWork | None:
-    """The experts on one GPU of the group; None for a dense model."""
-    experts = model.experts
-    if experts is None:
-        return None
-    gpus = tp * experts.ranks
-    spread, split = (1, gpus) if experts.spread == "split" else (gpus, 1)
-    layers = model.layers - experts.dense_layers
-    matrices = 3 if model.gated_mlp else 2
-    shape = (experts.count, experts.active, model.hidden_size, experts.width // split)
-    return ExpertWork(layers, *shape, matrices, spread, split)
-
-
-def with_experts(model: ModelSpec, spread: Literal["split", "whole"]) -> ModelSpec:
-    """The model with its experts each split over a TP group, or spread whole. Raises CatalogError for a dense model."""
-    if model.experts is None:
-        raise CatalogError(f"model {model.name} has no experts to spread")
-    return model.model_copy(update={"experts": model.experts.model_copy(update={"spread": spread})})
-
-
-def with_ranks(model: ModelSpec, ranks: int) -> ModelSpec:
-    """The model in so many data-parallel ranks, over whose GPUs its experts are. Raises CatalogError for a dense model."""
-    if model.experts is None:
-        raise CatalogError(
-            f"model {model.name} has no experts, so its replicas step apart; leave dp out and give it more GPUs"
-        )
-    return model.model_copy(update={"experts": model.experts.model_copy(update={"ranks": ranks})})
-
-
-def data_ranks(model: ModelSpec) -> int:
-    """TP groups that hold one copy of the model's experts together: 1 without attention in data parallel."""
-    return 1 if model.experts is None else model.experts.ranks
-
-
 def drafted(model: ModelSpec, tp: int) -> tuple[ModelSpec, int] | None:
     """The draft model, and over how many of the GPUs it is split: all, or where it does not split, none."""
     if model.speculation is None:
@@ -204,9 +149,13 @@ def drafted(model: ModelSpec, tp: int) -> tuple[ModelSpec, int] | None:
     return draft, tp
 
 
-def _expert_weights(model: ModelSpec, tp: int) -> int:
+def _expert_weights(model: ModelSpec, tp: int, precision: PrecisionSpec | None = None) -> int:
+    """Weights of the experts on a GPU, with what pads them for Marlin."""
     work = expert_work(model, tp)
-    return work.layers * work.local * work.weights if work else 0
+    if work is None:
+        return 0
+    held = padded(work, precision) if precision and precision.name == MARLIN else work
+    return held.layers * held.local * held.weights
 
 
 def _extras(model: ModelSpec, tp: int) -> int:
@@ -272,7 +221,7 @@ def weight_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int) -> int:
     """
     linear, plain = (_product_weights(model, tp, plain) for plain in (False, True))
     narrow, wide = (linear, 0) if precision.scope == "linears" else (0, linear)
-    quantised = (narrow + _expert_weights(model, tp)) * precision.effective_weight_bits / 8
+    quantised = (narrow + _expert_weights(model, tp, precision)) * precision.effective_weight_bits / 8
     outer = wide + plain + _extras(model, tp) + _outer_parameters(model, tp)
     return math.ceil(quantised) + outer * BYTES_16BIT + _draft_bytes(model, tp)
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fineserve_sim.catalog import ExpertWork, GemmKernel, GpuSpec, PrecisionSpec, precision
+from fineserve_sim.catalog import ExpertWork, GemmKernel, GpuSpec, PrecisionSpec, padded, precision
 from fineserve_sim.latency.cost import Cost, Floats, rate_code
 from fineserve_sim.latency.rates import resolve
 from fineserve_sim.latency.tables import Grid, Line, TableSet, isotonic
@@ -48,19 +48,10 @@ FORMAT_PRECISION: Mapping[str, str] = {
 }
 """The precision whose roofline a format has."""
 
-
 ALIGNED_KERNELS = 8
 """Quantise, count, permute, product, activation with quantisation, product, gather and reduce, routing."""
 LEAST_ALIGNED_OUTPUTS = 512
 """vLLM takes DeepGEMM where an expert's first product is wider (``_valid_deep_gemm``)."""
-
-
-MARLIN_HIDDEN, MARLIN_WIDTH = 256, 128
-"""Multiples to which vLLM pads MXFP4 experts for Marlin (``mxfp4_round_up_hidden_size_and_intermediate_size``)."""
-FP8_BLOCK = 128
-"""Multiple to which vLLM pads a GPU's part of an expert in FP8, whose scales are of blocks (``fused_moe/oracle/fp8.py``).
-MiniMax-M2.5 at TP 8 computes 256 columns, where its experts have 192."""
-
 
 FAR = 100.0
 """A distance that only what has no other neighbour goes."""
@@ -70,19 +61,6 @@ def touched(local: Floats | float, count: Floats | float, active: Floats | float
     """Distinct experts among ``local`` of ``count`` that so many tokens touch."""
     distinct: Floats = local * -np.expm1(tokens * np.log1p(-np.minimum(active / count, 1 - 1e-12)))
     return distinct
-
-
-def padded(work: ExpertWork, format_: PrecisionSpec) -> ExpertWork:
-    """The experts as the kernel computes them. The tables' kernels were called with shapes as they are."""
-    if format_.name == FORMAT_PRECISION["w4a16_mxfp4"]:
-        return work._replace(hidden=_up(work.hidden, MARLIN_HIDDEN), width=_up(work.width, MARLIN_WIDTH))
-    if (format_.weight_bits, format_.activation_bits) == (8, 8):
-        return work._replace(width=_up(work.width, FP8_BLOCK))
-    return work
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def roofline(work: ExpertWork, kernel: GemmKernel, weight_bits: float, tokens: Floats) -> Cost:

@@ -28,6 +28,7 @@ from fineserve_sim.catalog import (
     kv_heads_per_gpu,
     kv_layer_bytes,
     mlp_layers,
+    padded,
     products,
     state_bytes,
 )
@@ -284,7 +285,7 @@ class Operators:
         work, kernel = expert_work(self.model, self.tp), self.rates.experts
         if work is None or kernel is None:
             return {}
-        work = experts.padded(work, self.precision)
+        work = padded(work, self.precision)
         return {
             "experts": experts.roofline(work, kernel, self.precision.effective_weight_bits, tokens).times(work.layers)
         }

@@ -9,10 +9,9 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fineserve_sim.catalog import deployment, expert_work, gpu, model, precision
+from fineserve_sim.catalog import deployment, expert_work, gpu, model, padded, precision
 from fineserve_sim.latency import StepModel, measured_on
 from fineserve_sim.latency.attention import TILE_ROWS
-from fineserve_sim.latency.experts import padded
 from fineserve_sim.latency.rates import FUSED_REACHES, compiled, resolve
 from tests.latency.stepkit import chunk, engine, part_s
 

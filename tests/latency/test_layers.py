@@ -7,12 +7,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fineserve_sim.catalog import Deployment, deployment, expert_work, gpu, kernel_rates, model, precision, with_experts
+from fineserve_sim.catalog import (
+    Deployment,
+    deployment,
+    expert_work,
+    gpu,
+    kernel_rates,
+    model,
+    padded,
+    precision,
+    with_experts,
+)
 from fineserve_sim.catalog.geometry import state_bytes
 from fineserve_sim.latency import StepModel, measured_on
 from fineserve_sim.latency.accounting import parts
 from fineserve_sim.latency.batch import Batch
-from fineserve_sim.latency.experts import ExpertTables, padded, roofline, touched
+from fineserve_sim.latency.experts import ExpertTables, roofline, touched
 from fineserve_sim.latency.layered_attention import capped, summed, windowed_pairs
 from fineserve_sim.latency.rates import resolve
 from fineserve_sim.latency.table_operators import TableOperators
