@@ -28,7 +28,14 @@ from fineserve_evidence.validate.front_end import HTTP, NO_API, TOKENISE_S
 from fineserve_evidence.validate.kvcached import ends_of
 from fineserve_evidence.validate.layouts import KNOWN_FILES, read_set
 from fineserve_evidence.validate.lmbench import FITTED_QPS, GATEWAY, SYNCHRONOUS_V1
-from fineserve_evidence.validate.predict import Predicted, predict_set, sensitivity
+from fineserve_evidence.validate.predict import (
+    BLOCK_TOKENS,
+    Predicted,
+    block_bytes,
+    kv_bytes,
+    predict_set,
+    sensitivity,
+)
 from fineserve_evidence.validate.rows import (
     LayoutError,
     UnsupportedRow,
@@ -776,6 +783,24 @@ def test_runs_of_tenants_in_the_order_in_which_they_were_sent(tmp_path: Path) ->
     assert (case.serving.token_budget, case.serving.max_sequences, case.serving.steps_ahead) == (8192, 256, 1)
 
 
+def test_requests_wait_with_a_client_that_has_no_connection_left(tmp_path: Path) -> None:
+    """Where all 256 are taken, when a request was sent says when another was answered, and not when it was due."""
+    header, row = RESIDENCY.splitlines()[:2]
+    fields = dict(zip(header.split(","), row.split(","), strict=True))
+
+    def case_of(requests: int) -> Case:
+        path = tmp_path / f"w5_{requests}_requests.csv"
+        rows = (fields | {"start_time": str(i / 100), "e2e_ms": "9000", "request_idx": str(i)} for i in range(requests))
+        path.write_text("\n".join([header, *(",".join(row.values()) for row in rows)]), encoding="utf-8")
+        (case,) = read_set(path, StepModel).cases
+        return case
+
+    few, many = case_of(255).load, case_of(300).load
+    assert isinstance(few, OpenLoop) and isinstance(many, OpenLoop)
+    assert few.most_under_way == 0 and few.arrival_s[1] == pytest.approx(0.01)
+    assert many.most_under_way == 256 and np.diff(many.arrival_s).mean() == pytest.approx(2.0, rel=0.2)
+
+
 @pytest.mark.slow
 def test_a_draft_head_within_15_percent_and_as_the_page_says() -> None:
     """Every other concurrency of gpt-oss-120b with EAGLE3; the others gave the host time of a draft's passes."""
@@ -814,16 +839,39 @@ def means_off(path: Path) -> tuple[float, float]:
         ("w5_sweep_agg6", 0.15, 0.06),
         ("w5_sweep_agg12", 0.15, 0.08),
         ("w7_sweep_agg6", 0.15, 0.06),
+        *((f"w7_sweep_agg{rate}", 0.15, 0.06) for rate in (12, 18, 24)),
+        ("w5_sweep_agg30", 0.15, 0.06),
     ],
 )
 def test_open_arrivals_at_a_14b_under_vllm_023(run: str, ttft: float, tpot: float) -> None:
-    """Within 15 % of mean TTFT and 6 % of mean TPOT, one run 8 %. Nearer to saturation means are off by 35 % and more."""
+    """Within 15 % of mean TTFT and 6 % of mean TPOT, one run 8 %. Two runs just above what the engine serves are off by 29 and
+    33 % (TTFT), one of them by 31 % (TPOT): 18 requests/s are 4 % above it, and 2 % below what is predicted."""
     found = means_off(E2E.parent / "fleets" / "blis_residency_qwen3_14b" / f"{run}_requests.csv.gz")
     assert (found[0] < ttft, found[1] < tpot) == (True, True), found
 
 
+GPT_OSS = E2E.parent / "fleets" / "gptoss120b_h200_vllm022" / "results_exp_metrics_table.tsv"
+
+
 @pytest.mark.slow
 def test_gpt_oss_under_vllm_022() -> None:
-    """Nine concurrencies of a closed loop on one H200."""
-    found = means_off(E2E.parent / "fleets" / "gptoss120b_h200_vllm022" / "results_exp_metrics_table.tsv")
-    assert (found[0] < 0.06, found[1] < 0.04) == (True, True), found
+    """Nine concurrencies of a closed loop on one H200, each within 10 % of mean TPOT and 20 % of mean TTFT."""
+    found = means_off(GPT_OSS)
+    assert (found[0] < 0.06, found[1] < 0.05) == (True, True), found
+    from fineserve_evidence.commands import Latency, step_factory
+
+    by_tables = step_factory(Latency.TABLES)
+    for one in predict_set(read_set(GPT_OSS, by_tables), by_tables):
+        assert one.ttft_s[0] == pytest.approx(one.case.ttft_s[0], rel=0.2), one.case.label
+        assert one.tpot_s[0] == pytest.approx(one.case.tpot_s[0], rel=0.1), one.case.label
+
+
+def test_an_engine_holds_as_many_sequences_as_vllm_does() -> None:
+    """Its own gauge: the part of the KV memory that a running request took, at 64 and 128 clients."""
+    if not GPT_OSS.is_file():
+        pytest.skip("the measured sets are not here")
+    rows = pd.read_csv(GPT_OSS, sep="\t").set_index("label").loc[["sweep_c64", "sweep_c128"]]
+    theirs = 100 * rows.running_mean / rows.kv_mean
+    serving = read_set(GPT_OSS, StepModel).cases[0].serving
+    ours = kv_bytes(serving) / (block_bytes(serving) * serving.mean_tokens / BLOCK_TOKENS)
+    assert ours == pytest.approx(theirs.mean(), rel=0.02)

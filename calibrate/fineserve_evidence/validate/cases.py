@@ -121,6 +121,7 @@ class OpenLoop:
       a single run has them at their times.
     * ``sharing``: the law by which engines of one GPU slow each other (``fineserve_sim.latency.sharing``).
     * ``starts_s``: when each model's client started, for runs whose throughput counts.
+    * ``most_under_way``: requests that the client sends at most without an answer; later ones wait with it. 0: any number.
     """
 
     arrival_s: Floats
@@ -135,6 +136,7 @@ class OpenLoop:
     phases: int = PHASES
     sharing: Literal["fluid", "time_slice"] = "fluid"
     starts_s: tuple[float, ...] = ()
+    most_under_way: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)

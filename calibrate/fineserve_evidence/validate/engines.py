@@ -112,11 +112,21 @@ class EngineRun:
         self._outcomes = self._cluster.outcomes
         self._prefixes = prefixes
 
-    def open_loop(self, arrival_s: Floats) -> Times:
-        """Run with request i arriving at ``arrival_s[i]``, non-decreasing."""
-        self._outcomes.begin(len(arrival_s), self._ended)
-        for index, at_s in enumerate(arrival_s.tolist()):
+    def open_loop(self, arrival_s: Floats, most_under_way: int = 0) -> Times:
+        """Run with request i sent at ``arrival_s[i]``, non-decreasing, or when fewer than ``most_under_way`` are under way,
+        whichever is later; 0: any number may be."""
+        due_s = arrival_s.tolist()
+        first = most_under_way or len(due_s)
+        left = iter(range(first, len(due_s)))
+        for index, at_s in enumerate(due_s[:first]):
             self._clock.at(at_s, ARRIVAL, self._arrival(index))
+
+        def answered(_: int, now: float) -> None:
+            index = next(left, None)
+            if index is not None:
+                self._clock.at(max(now, due_s[index]), ARRIVAL, self._arrival(index))
+
+        self._outcomes.begin(len(due_s), self._ended, answered)
         while self._outcomes.open:
             self._clock.step()
         return self._times()
@@ -139,22 +149,6 @@ class EngineRun:
                 self._clock.at(now, ARRIVAL, self._arrival(index))
 
         self._outcomes.begin(len(model), self._ended, answered)
-        while self._outcomes.open:
-            self._clock.step()
-        return self._times()
-
-    def paced(self, clients: int, gap_s: float) -> Times:
-        """Run with request i sent at ``i * gap_s``, or when fewer than ``clients`` are under way, whichever is later."""
-        left = iter(range(clients, len(self._arrival_s)))
-        for index in range(min(clients, len(self._arrival_s))):
-            self._clock.at(index * gap_s, ARRIVAL, self._arrival(index))
-
-        def answered(_: int, now: float) -> None:
-            index = next(left, None)
-            if index is not None:
-                self._clock.at(max(now, index * gap_s), ARRIVAL, self._arrival(index))
-
-        self._outcomes.begin(len(self._arrival_s), self._ended, answered)
         while self._outcomes.open:
             self._clock.step()
         return self._times()

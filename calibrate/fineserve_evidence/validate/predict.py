@@ -175,7 +175,7 @@ def _whole(step: StepModel, load: BenchmarkRun, serving: Serving) -> float:
     requests = Requests(np.zeros(n, dtype=np.int64), load.prompt_tokens, load.output_tokens)
     engines = [_instance(0, rank, step, serving) for rank in range(data_ranks(serving.model))]
     run = EngineRun(engines, requests, _settings(serving, serving.max_sequences))
-    times = run.paced(load.clients, load.gap_s)
+    times = run.open_loop(np.arange(n, dtype=np.float64) * load.gap_s, load.clients)
     api_s = float(serving.api.seconds(load.prompt_tokens).mean())
     if load.whole == "latency":
         return _mean(times.finish_s - times.arrival_s) + api_s
@@ -243,7 +243,7 @@ def _open_run(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats
     run = EngineRun(
         instances, requests, settings, shared_kv=load.shared_kv, sharing=load.sharing, prefixes=_prefixes(load)
     )
-    times = run.open_loop(load.arrival_s)
+    times = run.open_loop(load.arrival_s, load.most_under_way)
     return times.ttft_s, times.tpot_s(load.output_tokens)
 
 
