@@ -5,10 +5,10 @@ Every server takes a time for each request (HTTP, messages between processes, th
 
 One process may do it for all, one after the other: ``FrontEnd``.
 
-SGLang serves HTTP, tokenises and hands tokens out in processes of one thread each, at every TP degree. All
-work is taken to queue in one of them, in the order in which it comes. A prompt takes time by its tokens, and so does each
-token that a step yields. While engines are slower than that, a request hardly waits. When they yield
-more tokens than the process hands out, it becomes the queue of the whole loop: first tokens wait behind the tokens of others.
+SGLang serves HTTP, tokenises and writes all streams in one process of one thread, at every TP degree. A prompt takes time by
+its tokens, and so does each token that a step yields. Prompts do not wait for tokens, as the thread takes turns; the tokens of
+steps queue in their order. While engines are slower than that, a request hardly waits. When they yield more tokens than the
+process writes, it becomes the queue of the whole loop: first tokens wait behind the tokens of others.
 
 Constants are from outside of the sets that are predicted, see ``SGLANG``.
 """
@@ -60,25 +60,29 @@ class FrontEnd(NamedTuple):
     token_s: float
 
 
-SGLANG = FrontEnd(1.5e-6, 50e-6)
-"""Hugging Face's tokenizers encode English at 2.7 MiB/s from Python, 4.3 bytes a token (gist 9090b155a310 of benvanik, 2026).
-SGLang's detokenizer takes 50 to 100 us a token (measured beside H100s; jmyjmy.top, "sglang multi process tokenizer", 2025). The
-lower end is taken: with the upper one no run could yield over 10,000 tokens/s, and some yield 19,600."""
+SGLANG = FrontEnd(TOKENISE_S, 50e-6)
+"""A token takes SGLang's processes 50 to 100 us (measured beside H100s; jmyjmy.top, "sglang multi process tokenizer", 2025).
+The lower end is taken: with the upper one no run could yield over 10,000 tokens/s, and some yield 19,600. Our own
+measurement of its server has 53 us on a core of 2.4 GHz, and 36 more where 1,000 tokens came before
+(``benchmarks/sglang_front_end.py``)."""
 
 
 @dataclass(slots=True)
 class Desk:
-    """The queue of one front end: when its work is done, and when the tokens of each step were with their clients."""
+    """The queue of one front end: when its work is done, when the last prompt was read, and when the tokens of each step were
+    with their clients."""
 
     front_end: FrontEnd
     free_s: float = 0.0
+    read_s: float = 0.0
     step_s: list[float] = field(default_factory=list)
     seen_s: list[float] = field(default_factory=list)
 
     def take(self, now: float, prompt_tokens: int) -> float:
-        """A request comes now. Returns when the engine gets it."""
-        self.free_s = max(self.free_s, now) + self.front_end.prompt_token_s * prompt_tokens
-        return self.free_s
+        """A request comes now. Returns when the engine gets it: after the prompts before, not after tokens."""
+        work_s = self.front_end.prompt_token_s * prompt_tokens
+        self.free_s, self.read_s = max(self.free_s, now) + work_s, max(self.read_s, now) + work_s
+        return self.read_s
 
     def hand_out(self, now: float, tokens: int) -> float:
         """A step yields so many tokens now. Returns when clients see them, on average."""

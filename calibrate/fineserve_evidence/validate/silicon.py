@@ -207,6 +207,7 @@ def _with_sglang(serving: Serving, version: str) -> Serving:
         batching=SGLANG_BATCHING.get(version, "sglang"),
         memory_utilization=static_fraction(serving.gpu.memory_bytes, TOKEN_BUDGET, serving.tp),
         front_end=SGLANG,
+        api=HTTP._replace(prompt_token_s=0.0),  # the front end tokenises
     )
 
 
