@@ -238,7 +238,7 @@ def measure(run: Run, model: Path, port: int) -> dict[str, float]:
     try:
         while "fired up" not in (told := (model / "server.log").read_text()):
             if server.poll() is not None:
-                raise SystemExit(f"the server ended: {told.strip().splitlines()[-1]}")
+                raise SystemExit(f"the server ended: {told.strip().rpartition(chr(10))[2] or 'it said nothing'}")
             time.sleep(0.5)
         asyncio.run(_loop(port, Run(run.step_s, 8, 1, 100, 10), prompts[:8]))
         begun_s, begun = _processor_s(server.pid), time.monotonic()
@@ -267,6 +267,8 @@ def main() -> None:
         return
     if not (asked.tokenizer and asked.out):
         parser.error("--tokenizer and --out are needed")
+    if not asked.tokenizer.is_file():
+        parser.error(f"--tokenizer: there is no file {asked.tokenizer}; expected a tokenizer.json of Hugging Face's")
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder)
         (model / "config.json").write_text(json.dumps(MODEL))
