@@ -45,6 +45,7 @@ def _slice(whole: GpuSpec, table: MigGpu, profile: str) -> GpuSpec:
         "name": f"{whole.name} {profile}",
         "memory_gib": part.memory_mib / 1024,
         "memory_bytes_per_s": whole.memory_bytes_per_s * bandwidth,
+        "tiling_sms": whole.tiling_sms and part.sms,
         "nvlink_bytes_per_s": 0.0,
         "efficiency": "roofline-scaled",
         "whole": whole.name,

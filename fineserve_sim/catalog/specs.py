@@ -32,7 +32,7 @@ class GpuSpec(Spec):
     """One GPU type by its data sheet: dense peaks, nominal memory, link rates per direction (0: no NVLink).
 
     ``mma_part``: of the BF16 peak that the instructions of earlier generations reach (mma.sync), on which Marlin is built.
-    ``tiles_decodes``: vLLM's attention on it is FlashAttention 2.
+    ``tiling_sms``: its SMs, where vLLM's attention on it is FlashAttention 2.
     ``whole``: the GPU type of which it is a slice by MIG. ``tables_from``: the GPU type whose measured tables are scaled to it.
     """
 
@@ -44,7 +44,7 @@ class GpuSpec(Spec):
     int8_flops_per_s: float | None = None
     fp4_flops_per_s: float | None = None
     mma_part: float = Field(default=1.0, gt=0, le=1)
-    tiles_decodes: bool = False
+    tiling_sms: int | None = Field(default=None, gt=0)
     nvlink_bytes_per_s: float = Field(default=0.0, ge=0)
     pcie_bytes_per_s: float = Field(gt=0)
     efficiency: Literal["measured", "roofline-scaled"]
@@ -182,7 +182,7 @@ class Deployment(Spec):
     * ``logit_bytes``: bytes of a logit when the sampler peaks; None: as vLLM's, which sorts.
     * ``fuses_elementwise``: the engine compiles its small kernels, which then move memory as fast as it goes.
     * ``one_attention_kernel``: decodes and prompts of a step go through one kernel, in which a decode fills a tile on GPUs
-      that have it (``GpuSpec.tiles_decodes``).
+      that have it (``GpuSpec.tiling_sms``).
     * ``draft_pass_s``, ``draft_sequence_s``: what each pass of a draft model takes beside its kernels, and for each sequence.
       None: nothing.
     """

@@ -15,17 +15,50 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from fineserve_sim.catalog import GemmKernel
+from fineserve_sim.catalog import GemmKernel, ModelSpec, kv_heads_per_gpu
 from fineserve_sim.latency.cost import ASSUMED, EXTRAPOLATED, MEASURED, ROOFLINE, rate_code
 from fineserve_sim.latency.tables import DecodeTable, PiecewiseLinear, PrefillTable
 
 TILE_ROWS = 64
-"""Rows of a tile of FlashAttention 2 over paged KV (kBlockM of its split kernel; Dao-AILab/flash-attention). In a batch with
-prompts each decoding sequence fills one, and all of its rows are computed. On an RTX 4090, 16, 64 and 128 decodes of 1,024
-tokens beside a prompt of 1,024 take 1.7, 2.1 and 2.6 times what they take alone. Source: LLMServingSim's profile of vLLM 0.19
-(@ 5f18d86bf100)."""
+"""Rows of a tile of FlashAttention 2 over paged KV (kBlockM of its split kernel; Dao-AILab/flash-attention)."""
+IDLE_TILE_S = 3.0e-7
+"""Seconds for which a tile without rows keeps an SM. Source: LLMServingSim's profile of vLLM 0.19 (@ 5daddb2). Decodes take
+longer beside 2,048 prompt tokens than beside 64, by 0.30 us an idle tile and SM on an RTX 4090 and on an RTX PRO 6000."""
+WAVE_TILES = 2
+"""Tiles of decodes that an SM takes at a time. Source: as of ``TAIL_SMS``."""
+TAIL_SMS = 0.16
+"""The part of the SMs whose time the longest of uneven sequences costs. Source: the same profile's times of uneven batches.
+Those below two tiles an SM have no such time (0.00 to 0.02). The medians of batches beyond are 0.19 to 0.23 on an RTX 4090
+(2 to 8 tiles) and 0.10 to 0.16 on an RTX PRO 6000 (2.7 to 5.4 tiles, five pairs of heads)."""
+
+
+class Tail(NamedTuple):
+    """From ``least`` decodes on, the longest delays a step as much as ``sequences`` that hold its excess over the mean."""
+
+    least: int
+    sequences: float
+
+    def tokens(self, decodes: int, longest: int, context: int) -> int:
+        """Tokens of context that take as long. The longest of so many decodes has ``longest``, all have ``context``."""
+        return int(self.sequences * (decodes * longest - context) / decodes)
+
+
+class Tiles:
+    """Attention of decodes by FlashAttention 2, on one GPU and over all layers: a GPU with so many ``sms``.
+
+    Alone, a decode has a tile for each KV head. When they are more than the SMs take at a time, the tiles of the longest
+    sequence end last (``tail``). Beside prompts, a decode fills a tile for each query head, and all rows are computed: 16, 64
+    and 128 decodes of 1,024 tokens beside a prompt of 1,024 take 1.7, 2.1 and 2.6 times what they take alone on an RTX 4090.
+    The kernel also starts as many tiles for every sequence as the longest chunk has. They are idle, and take ``idle_s`` for
+    each ``TILE_ROWS`` rows of the chunk.
+    """
+
+    def __init__(self, model: ModelSpec, tp: int, sms: int) -> None:
+        heads = kv_heads_per_gpu(model, tp)
+        self.tail = Tail(-(-WAVE_TILES * sms // heads), TAIL_SMS * sms / heads)
+        self.idle_s = model.layers * (model.q_heads // tp) * IDLE_TILE_S / sms
 
 
 class Attention(Protocol):

@@ -130,8 +130,13 @@ def compiled(rates: Rates, gpu_spec: GpuSpec) -> Rates:
     """The rates of an engine that compiles its element-wise kernels."""
     source = "activation of 2,048 tokens on an RTX PRO 6000, vLLM 0.19; LLMServingSim profile @ 5f18d86bf100"
     rate = Quantity(value=FUSED_REACHES * gpu_spec.memory_bytes_per_s, kind="roofline", source=source)
-    names = ("norm", "residual_add", "rope", "activation")
-    return replace(rates, **{name: getattr(rates, name).model_copy(update={"bytes_per_s": rate}) for name in names})
+    # The kernel of a norm adds the residual: what the sum would write and the norm read again stays in it.
+    source = f"two of the three arrays of an addition at the rate of: {source}"
+    added = Quantity(value=1.5 * rate.value, kind="roofline", source=source)
+    found = dict.fromkeys(("norm", "rope", "activation"), rate) | {"residual_add": added}
+    return replace(
+        rates, **{name: getattr(rates, name).model_copy(update={"bytes_per_s": one}) for name, one in found.items()}
+    )
 
 
 def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int, experts: bool = False) -> Rates:

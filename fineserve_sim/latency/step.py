@@ -31,7 +31,7 @@ from fineserve_sim.catalog import (
     data_ranks,
     expert_work,
 )
-from fineserve_sim.latency.attention import TILE_ROWS, Attention
+from fineserve_sim.latency.attention import TILE_ROWS, Attention, Tail, Tiles
 from fineserve_sim.latency.cost import Cost, Floats
 from fineserve_sim.latency.experts import LEAST_ALIGNED_OUTPUTS
 from fineserve_sim.latency.legacy import LegacyAttention
@@ -138,13 +138,19 @@ class StepModel:
         self._kv_s, self._pair_s = attention.kv_s, attention.pair_s
         self._beside_s = attention.beside_prompts_s if self.model.linear else None
         plain = self.model.linear is None and self.model.latent is None
-        self._tiles = plain and self.deployment.one_attention_kernel and self.gpu.tiles_decodes
+        tiling_sms = self.gpu.tiling_sms if plain and self.deployment.one_attention_kernel else None
+        self._tiles = Tiles(self.model, self.tp, tiling_sms) if tiling_sms else None
         self._decode_curves: dict[int, PiecewiseLinear] = {}
         host = self.deployment
         floor = host.floor(self.precision.name, self.model.layers, self.tp)
         self.floor_s = floor.value if floor else 0.0
         self.overhead_s, self.prompt_s = host.overhead(self.tp), host.prompt(self.tp)
         self.sequence_s = host.sequence_s.value if host.sequence_s else 0.0
+
+    @property
+    def tail(self) -> Tail | None:
+        """How the longest of uneven sequences delays a step; None where it does not."""
+        return self._tiles.tail if self._tiles else None
 
     @property
     def stage_host_s(self) -> float:
@@ -156,6 +162,8 @@ class StepModel:
         self._price_by(Slowed(self.operators, factor), SlowedAttention(self.attention, factor))
         self.floor_s, self.sequence_s = factor * self.floor_s, factor * self.sequence_s
         self.overhead_s, self.prompt_s = factor * self.overhead_s, factor * self.prompt_s
+        if self._tiles is not None:
+            self._tiles.idle_s *= factor
 
     def copy_tokens(self, token_s: float) -> None:
         """Make every token of a step take ``token_s`` more, for the copy of its KV; before the first step is asked for."""
@@ -184,13 +192,16 @@ class StepModel:
         prefill_s = self._prefill_s(prefill_tokens, prefill_pairs, prefill_context)
         if decodes and self._beside_s is not None:
             prefill_s += self._beside_s(decodes, prefill_tokens)
-        if self._tiles and decodes:
-            decode_s = max(decode_s, self._tiled_s(decodes, decode_context + decodes))
+        if self._tiles is not None and decodes:
+            decode_s = max(decode_s, self._tiled_s(decodes, decode_context + decodes, prefill_tokens))
         return decode_s, prefill_s
 
-    def _tiled_s(self, decodes: int, context: int) -> float:
-        """Decodes (> 0) with so many keys in all, as tiles of a prompt's kernel."""
-        return self._prefill_s(TILE_ROWS * decodes, TILE_ROWS * context, 0)
+    def _tiled_s(self, decodes: int, context: int, prefill_tokens: int) -> float:
+        """Decodes (> 0) with so many keys in all, as tiles of the kernel of prompt chunks (> 0 tokens); 0 without tiles."""
+        if self._tiles is None:
+            return 0.0
+        idle_s = decodes * ((prefill_tokens - 1) // TILE_ROWS) * self._tiles.idle_s
+        return self._prefill_s(TILE_ROWS * decodes, TILE_ROWS * context, 0) + idle_s
 
     def step_s(
         self,
@@ -210,8 +221,8 @@ class StepModel:
             curve = self._decode_curves.get(decodes) or self._decode_curve(decodes)
             attention_s = curve.at(decode_context + decodes)
         if prefill_tokens:
-            if self._tiles and decodes:
-                attention_s = max(attention_s, self._tiled_s(decodes, decode_context + decodes))
+            if self._tiles is not None and decodes:
+                attention_s = max(attention_s, self._tiled_s(decodes, decode_context + decodes, prefill_tokens))
             attention_s = max(attention_s, self._attention_floor_s)
             attention_s += self._prefill_s(prefill_tokens, prefill_pairs, prefill_context)
             if decodes and self._beside_s is not None:
@@ -336,7 +347,7 @@ class StepModel:
         prefill_s = self._prefill_s(prefill_tokens, prefill_pairs, prefill_context) if prefill_tokens else 0.0
         attention_s = decode_s
         if prefill_tokens:
-            tiled_s = self._tiled_s(decodes, context) if self._tiles and decodes else 0.0
+            tiled_s = self._tiled_s(decodes, context, prefill_tokens) if decodes else 0.0
             attention_s = max(decode_s, self._attention_floor_s, tiled_s) + prefill_s
         if decodes and prefill_tokens and self._beside_s is not None:
             attention_s += self._beside_s(decodes, prefill_tokens)

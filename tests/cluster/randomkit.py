@@ -423,6 +423,14 @@ def _with_ranks(id: str, count: int, tp: int) -> ServedModel:
     return replace(served(id, tp=tp), model=catalog.with_ranks(mixture, count), precision=catalog.precision("fp16"))
 
 
+def tiled(random: Random) -> Scenario:
+    """A cluster of another kind on GPUs whose attention fills tiles, so few SMs that two decodes are uneven."""
+    scenario = random.choice([static, prism, still, replicas, instances, llumnix, roles, pipelines, kunserve])(random)
+    few = SLOW.model_copy(update={"tiling_sms": random.choice([4, 12, 40])})
+    gpus = tuple(replace(gpu, spec=few) for gpu in scenario.gpus)
+    return replace(scenario, gpus=gpus, engine=replace(scenario.engine, deployment="vllm-0.16"))
+
+
 # --- parts -------------------------------------------------------------------------------------------------------------
 
 
@@ -501,5 +509,6 @@ KINDS: dict[str, Callable[[Random], Scenario]] = {
         offloading,
         drafting,
         ranks,
+        tiled,
     )
 }

@@ -64,7 +64,7 @@ class ReferenceEngine:
         pairs = sum(sum(r.cached + i + 1 for i in range(c)) for r, c in chunks)
         sampled = len(decodes) + sum(r.cached + c == r.target for r, c in chunks)
         context = sum(r.cached for r, _ in chunks)
-        self._now += self._step.step_s(len(decodes), sum(r.cached for r in decodes), tokens, pairs, context, sampled)
+        self._now += self._step.step_s(len(decodes), self._attended(decodes), tokens, pairs, context, sampled)
         self.step_ends_s.append(self._now)
         for record in decodes:
             record.cached += 1
@@ -74,6 +74,13 @@ class ReferenceEngine:
             if record.cached == record.target:
                 record.decoding = True
                 self._emit(record)
+
+    def _attended(self, decodes: list[Record]) -> int:
+        """What all read, and what the longest costs more where it ends last."""
+        contexts, tail = [r.cached for r in decodes], self._step.tail
+        if tail is None or len(contexts) < tail.least:
+            return sum(contexts)
+        return sum(contexts) + int(tail.sequences * (len(contexts) * max(contexts) - sum(contexts)) / len(contexts))
 
     def _grow_decodes(self) -> bool:
         """A slot for each decode, earliest arrival first; the latest arrival of all that run pays for it."""

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reference_engine import ReferenceEngine
-from simkit import assert_lawful, assert_memory_returned, logged, served, solo, step_model, with_kv_blocks
+from simkit import H100, assert_lawful, assert_memory_returned, logged, served, solo, step_model, with_kv_blocks
 
+from fineserve_sim.catalog import GpuSpec, gpu
 from fineserve_sim.cluster import Cause, EngineSettings, Fate, simulate
+from fineserve_sim.cluster.compose import profiling
 from fineserve_sim.cluster.compose.memory import geometry
 
 M = served()
@@ -173,18 +176,31 @@ loads = st.lists(
 )
 
 
-@given(loads, st.sampled_from([8, 33, 128]), st.sampled_from([1, 3, 30]), st.integers(10, 18), st.sampled_from([4, 16]))
+TILING = gpu("a100-80gb").model_copy(update={"memory_gib": H100.memory_gib, "tiling_sms": 12})
+"""An A100 of so few SMs that the longest of three decodes ends last, and with an H100's memory."""
+
+
+@given(
+    loads,
+    st.sampled_from([8, 33, 128]),
+    st.sampled_from([1, 3, 30]),
+    st.integers(10, 18),
+    st.sampled_from([4, 16]),
+    st.sampled_from([H100, TILING]),
+)
 def check_against_the_reference(
-    load: list[tuple[float, int, int]], budget: int, sequences: int, blocks: int, block_tokens: int
+    load: list[tuple[float, int, int]], budget: int, sequences: int, blocks: int, block_tokens: int, spec: GpuSpec
 ) -> None:
     settings = EngineSettings(token_budget=budget, max_sequences=min(sequences, budget - 1), block_tokens=block_tokens)
+    settings = replace(settings, deployment="vllm-0.16" if spec is TILING else "vllm-cudagraph")
     blocks *= 16 // block_tokens
     settings = with_kv_blocks([M], blocks, settings)
     rows = [(a, p, min(o, blocks * block_tokens - p)) for a, p, o in sorted(load, key=lambda row: row[0])]
     rows.append((10.0, 20, 2))  # when all others have long ended
-    reference = ReferenceEngine(rows, STEP, settings, blocks)
+    reference = ReferenceEngine(rows, profiling.step_model(M, spec, settings), settings, blocks)
     reference.run()
     scenario = solo(rows, settings, m=M, check=True, sample_s=0.02)
+    scenario = replace(scenario, gpus=(replace(scenario.gpus[0], spec=spec),))
     run = logged(scenario)
     assert run.result.first_token_s.tolist() == [r.first_token_s for r in reference.records]
     assert run.result.finish_s.tolist() == [r.finish_s for r in reference.records]

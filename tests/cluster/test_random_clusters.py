@@ -29,6 +29,7 @@ CASES = {
     "offloading": (8, {"preemptions": 10, "activations": 5, "finished": 150}),
     "drafting": (8, {"preemptions": 3, "activations": 10, "finished": 150}),
     "ranks": (6, {"preemptions": 5, "finished": 150}),
+    "tiled": (9, {"preemptions": 50, "activations": 2, "finished": 200}),
 }
 """By kind: how many seeds, and how often what must happen in them, for a law that nothing tries is none."""
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import tarfile
 from pathlib import Path
 
@@ -11,19 +13,20 @@ import pytest
 
 from fineserve_sim.catalog import deployment, expert_work, gpu, model, padded, precision
 from fineserve_sim.latency import StepModel, measured_on
-from fineserve_sim.latency.attention import TILE_ROWS
+from fineserve_sim.latency.attention import IDLE_TILE_S, TAIL_SMS, TILE_ROWS, WAVE_TILES
 from fineserve_sim.latency.rates import FUSED_REACHES, compiled, resolve
 from tests.latency.stepkit import chunk, engine, part_s
 
 PROFILES = Path(__file__).parents[3] / "shared" / "data" / "fleets" / "llmservingsim_bench" / "profiler_tables.tar.gz"
-ATTENTION = "profiler/perf/RTXPRO6000/meta-llama/Llama-3.1-8B/bf16/tp1/attention.csv"
 
 
 def test_compiled_kernels_move_memory_at_one_rate() -> None:
     """Norms, additions, rotations and activations; a step of a prompt is shorter by what they take less."""
     before, after = engine(by="vllm-cudagraph"), engine(by="vllm-0.16")
     rates = resolve(gpu("h100-sxm"), precision("fp16"), 1)
-    assert compiled(rates, gpu("h100-sxm")).activation.bytes_per_s.value == FUSED_REACHES * 3.35e12
+    fused = compiled(rates, gpu("h100-sxm"))
+    assert fused.activation.bytes_per_s.value == fused.norm.bytes_per_s.value == FUSED_REACHES * 3.35e12
+    assert 6 / fused.residual_add.bytes_per_s.value == pytest.approx(4 / fused.norm.bytes_per_s.value)  # 2 of 3 arrays
     old, new = (part_s(step, 0, 0, *chunk(1000), 1) for step in (before, after))
     changed = {name for name in old if new[name] != old[name]}
     assert changed == {"norm", "residual_add", "rope", "activation", "host_overhead"}
@@ -39,7 +42,8 @@ def test_a_decode_beside_a_prompt_fills_a_tile() -> None:
     beside = 100, 100_000, *chunk(500), 101
     assert part_s(tiled, *alone)["decode_attention"] == part_s(plain, *alone)["decode_attention"]
     tile_s = TILE_ROWS * (100_000 + 100) * tiled.attention.pair_s  # by roofline
-    assert part_s(tiled, *beside)["decode_attention"] == pytest.approx(tile_s)
+    idle_s = 100 * 7 * 32 * 32 * IDLE_TILE_S / 108  # of eight tiles for 500 tokens; 32 layers, 32 heads, 108 SMs
+    assert part_s(tiled, *beside)["decode_attention"] == pytest.approx(tile_s + idle_s)
     assert tile_s > 2 * part_s(plain, *beside)["decode_attention"]
     device_s = tiled.device(*beside[:5], 600, 101)[0]
     assert tiled.step_s(*beside) == pytest.approx(tiled.overhead_s + 101 * tiled.sequence_s + device_s)
@@ -47,25 +51,82 @@ def test_a_decode_beside_a_prompt_fills_a_tile() -> None:
     assert hopper[0] == hopper[1]
 
 
-@pytest.mark.skipif(not PROFILES.is_file(), reason="the shared/ folder with the measured sets is absent")
-def test_tiles_are_as_long_as_measured() -> None:
-    """One layer of Llama-3.1-8B on an RTX PRO 6000 under vLLM 0.19: decodes at 1,024 tokens each beside a prompt of 1,024."""
+needs_profiles = pytest.mark.skipif(
+    not PROFILES.is_file(), reason="the shared/ folder with the measured sets is absent"
+)
+MEASURED = {
+    "rtx-4090": ("RTX4090", "meta-llama/Llama-3.1-8B", 1),
+    "rtx-pro-6000-server": ("RTXPRO6000", "Qwen/Qwen3-32B", 2),
+}
+"""By GPU, one of the profiles of vLLM 0.19: as its folder names the GPU, model and TP degree."""
+
+
+def profile(gpu_name: str, table: str) -> pd.DataFrame:
+    folder, name, tp = MEASURED[gpu_name]
     with tarfile.open(PROFILES) as archive:
-        file = archive.extractfile(ATTENTION)
+        file = archive.extractfile(f"profiler/perf/{folder}/{name}/bf16/tp{tp}/{table}.csv")
         assert file is not None
-        rows = pd.read_csv(file)
-    rows = rows[(rows.prefill_chunk == 1024) & (rows.kv_prefill == 0)]
-    alone_us = float(rows[rows.n_decode == 0].time_us.iloc[0])
-    device = gpu("rtx-pro-6000-server")
-    own = (model("llama-3.1-8b"), precision("fp16"), 1, device)
-    plain, tiled = (
-        StepModel(*own, deployment(by), measured_on(device)).attention_s for by in ("vllm-cudagraph", "vllm-0.16")
-    )
-    for decodes in (32, 64, 128):
-        measured_us = float(rows[(rows.n_decode == decodes) & (rows.kv_decode == 1024)].time_us.iloc[0]) - alone_us
-        found = [of(decodes, 1024 * decodes, *chunk(1024))[0] / 32 * 1e6 for of in (plain, tiled)]
-        assert found[0] < 0.75 * measured_us
-        assert found[1] == pytest.approx(measured_us, rel=0.25)
+        return pd.read_csv(file)
+
+
+def engine_on(gpu_name: str, by: str) -> StepModel:
+    _, name, tp = MEASURED[gpu_name]
+    device = gpu(gpu_name)
+    own = model(name.split("/")[1].lower()), precision("fp16"), tp, device
+    return StepModel(*own, deployment(by), measured_on(device))
+
+
+@needs_profiles
+@pytest.mark.parametrize(("gpu_name", "within"), [("rtx-4090", 0.13), ("rtx-pro-6000-server", 0.09)])
+def test_mixed_batches_take_as_long_as_measured(gpu_name: str, within: float) -> None:
+    """One layer, 8 to 128 decodes of 256 to 1,024 tokens beside a chunk of 64 to 2,048 tokens: the mean error."""
+    rows = profile(gpu_name, "attention")
+    rows = rows[(rows.prefill_chunk >= 64) & rows.n_decode.between(8, 128) & rows.kv_decode.between(256, 1024)]
+    rows = rows[rows.kv_prefill <= 2048]
+    plain, tiled = (engine_on(gpu_name, by) for by in ("vllm-cudagraph", "vllm-0.16"))
+    off = []
+    for step in (plain, tiled):
+        found = []
+        for tokens, behind, decodes, context, measured_us in rows.itertuples(index=False):
+            pairs = tokens * behind + tokens * (tokens + 1) / 2
+            parts = step.attention_s(decodes, (context - 1) * decodes, tokens, pairs, behind)
+            found.append(sum(parts) / step.model.layers * 1e6 / measured_us - 1)
+        off.append(float(np.abs(found).mean()))
+    assert len(rows) > 300 and off[1] < within and off[0] > 2.5 * within
+
+
+@needs_profiles
+@pytest.mark.parametrize("gpu_name", MEASURED)
+def test_an_idle_tile_takes_as_long_as_measured(gpu_name: str) -> None:
+    """What 64 and 128 decodes take longer beside 2,048 tokens than beside 64, by the tiles that have no rows."""
+    rows = profile(gpu_name, "attention")
+    rows = rows[(rows.kv_prefill == 0) & rows.kv_decode.isin([0, 256, 1024])]
+    took_us = {(tokens, decodes, keys): us for tokens, _, decodes, keys, us in rows.itertuples(index=False)}
+    found = []
+    for decodes, keys in itertools.product((64, 128), (256, 1024)):
+        beside_us = [took_us[tokens, decodes, keys] - took_us[tokens, 0, 0] for tokens in (64, 2048)]
+        tiles = (
+            decodes * (2048 - 64) / TILE_ROWS * engine_on(gpu_name, "vllm-0.16").model.q_heads / MEASURED[gpu_name][2]
+        )
+        found.append((beside_us[1] - beside_us[0]) * 1e-6 / tiles * (gpu(gpu_name).tiling_sms or 0))
+    assert float(np.median(found)) == pytest.approx(IDLE_TILE_S, rel=0.05)
+
+
+@needs_profiles
+@pytest.mark.parametrize("gpu_name", MEASURED)
+def test_the_longest_of_uneven_decodes_ends_last_as_measured(gpu_name: str) -> None:
+    """A few decodes of four times the context: nothing below two tiles an SM, then a time that does not grow with the batch."""
+    rows, step = profile(gpu_name, "skew"), engine_on(gpu_name, "vllm-0.16")
+    rows = rows[(rows.pc == 0) & (rows.kv_mean <= 2500) & (rows.ratio <= 0.25) & (rows.t_max_us > 1.3 * rows.t_mean_us)]
+    sms, heads = gpu(gpu_name).tiling_sms or 0, step.model.kv_heads // step.tp
+    more_tokens = (rows.t_skew_us / rows.t_mean_us - 1) * rows.kv_mean * rows.n / (rows.kv_big - rows.kv_mean)
+    found = (more_tokens * heads / sms).groupby(rows.n).median()
+    tiles = found.index * heads / sms
+    assert (found[tiles < WAVE_TILES].abs() < 0.02).all()
+    beyond = found[(tiles >= WAVE_TILES) & (tiles < 9)].tolist()
+    assert len(beyond) > 1 and beyond == pytest.approx([TAIL_SMS] * len(beyond), rel=0.45)
+    assert step.tail is not None and step.tail.least == math.ceil(WAVE_TILES * sms / heads)
+    assert step.tail.tokens(100, 1500, 100_000) == int(TAIL_SMS * sms / heads * 500)
 
 
 @pytest.mark.parametrize(("tp", "width"), [(1, 2944), (2, 1536), (4, 768), (8, 384)])

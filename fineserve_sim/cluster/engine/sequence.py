@@ -21,9 +21,10 @@ from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, count
+from itertools import accumulate, chain, count
 from typing import NamedTuple
 
+from fineserve_sim.latency.attention import Tail
 from fineserve_sim.policy.interfaces import Request
 
 
@@ -100,12 +101,28 @@ Growth = tuple[float, int, Collection[SequenceState]]
 
 class Decodes:
     """The decoding sequences of one engine, or of one lane of a pipeline. ``iteration`` counts steps done;
-    ``context_tokens`` is the sum of cached tokens."""
+    ``context_tokens`` is the sum of cached tokens.
 
-    __slots__ = ("_block_tokens", "_buckets", "_due", "_joins", "_sizes", "context_tokens", "iteration", "size")
+    ``tail`` says when the longest of uneven sequences delays a step, which costs as much as more context. How much longer than
+    the mean it is does not change while no sequence joins or leaves, as all grow together.
+    """
 
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
+    __slots__ = (
+        "_block_tokens",
+        "_buckets",
+        "_due",
+        "_joins",
+        "_oldest",
+        "_sizes",
+        "_tail",
+        "context_tokens",
+        "iteration",
+        "size",
+    )
+
+    def __init__(self, block_tokens: int, tail: Tail | None = None) -> None:
+        self._block_tokens, self._tail = block_tokens, tail
+        self._oldest = 0  # the least origin, that of the longest sequence, where lengths count
         self._buckets: list[dict[SequenceState, None]] = [{} for _ in range(block_tokens)]
         self._sizes = [0] * block_tokens
         self._due: list[tuple[int, int, SequenceState]] = []  # (-finish iteration, -turn): the next to end is the last
@@ -118,6 +135,8 @@ class Decodes:
         """A sequence with all its KV in place, ``generated_tokens`` of its output done, decodes from the next step on."""
         cached = sequence.cached_tokens
         sequence.origin = self.iteration - cached
+        if self._tail is not None and (not self.size or sequence.origin < self._oldest):
+            self._oldest = sequence.origin
         bucket = sequence.origin % self._block_tokens
         self._buckets[bucket][sequence] = None
         self._sizes[bucket] += 1
@@ -161,6 +180,14 @@ class Decodes:
         block_tokens, then = self._block_tokens, self.iteration + ahead
         return [(-((one.origin - then) // block_tokens), one.index) for _, _, one in self._due if one not in without]
 
+    @property
+    def attended_tokens(self) -> int:
+        """The context of a batch of equal sequences whose attention takes as long."""
+        tail, context_tokens, size = self._tail, self.context_tokens, self.size
+        if tail is None or size < tail.least:
+            return context_tokens
+        return context_tokens + tail.tokens(size, self.iteration - self._oldest, context_tokens)
+
     def steps_to_finish(self) -> int:
         """Iterations until the next sequence ends; at least 1. The set must not be empty."""
         return -self._due[-1][0] - self.iteration
@@ -170,13 +197,18 @@ class Decodes:
         return [-finish - self.iteration for finish, _, _ in self._due]
 
     def phases(self) -> Iterator[tuple[int, int, int]]:
-        """The next iterations if no sequence joins: (iterations, decodes, their context tokens at first) between one sequence's
-        end and the next."""
+        """The next iterations if no sequence joins: (iterations, decodes, their ``attended_tokens`` at first) between one
+        sequence's end and the next."""
         iteration, context_tokens, decodes = self.iteration, self.context_tokens, self.size
+        tail = self._tail
+        oldest = [*accumulate([one.origin for _, _, one in self._due], min)] if tail is not None else []
         for finish, _, sequence in reversed(self._due):
             ahead = -finish - iteration
             if ahead:
-                yield ahead, decodes, context_tokens
+                more = 0
+                if tail is not None and decodes >= tail.least:
+                    more = tail.tokens(decodes, iteration - oldest[decodes - 1], context_tokens)
+                yield ahead, decodes, context_tokens + more
                 iteration = -finish
                 context_tokens += ahead * decodes
             decodes -= 1
@@ -212,6 +244,8 @@ class Decodes:
         return chain.from_iterable(self._buckets)
 
     def _remove(self, sequence: SequenceState) -> None:
+        if self._tail is not None and sequence.origin == self._oldest:
+            self._oldest = min([one.origin for _, _, one in self._due], default=0)
         bucket = sequence.origin % self._block_tokens
         del self._buckets[bucket][sequence]
         self._sizes[bucket] -= 1

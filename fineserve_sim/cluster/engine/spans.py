@@ -184,7 +184,9 @@ class Spans(Executor):
             most = min(decodes.steps_to_finish(), self._reach)
             if most > 1:
                 most = host.steps_that_fit(engine, decodes, most)
-        ends, self._alone_s = self._step.decode_span_s(now, decodes.size, decodes.context_tokens, most, engine.slowdown)
+        ends, self._alone_s = self._step.decode_span_s(
+            now, decodes.size, decodes.attended_tokens, most, engine.slowdown
+        )
         if ends[-1] > ask_again_s:
             del ends[bisect_left(ends, ask_again_s) + 1 :]
         return ends

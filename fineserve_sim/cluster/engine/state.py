@@ -66,7 +66,8 @@ class State:
         self.layout: tuple[range, ...] = ()
         self.queues = [Queue(settings.block_tokens) for _ in range(1 if shared_queue else lanes)]
         self.lanes = [
-            Lane(self.queues[lane % len(self.queues)], Decodes(settings.block_tokens)) for lane in range(lanes)
+            Lane(self.queues[lane % len(self.queues)], Decodes(settings.block_tokens, seat.step.tail))
+            for lane in range(lanes)
         ]
         self.prefixes: PrefixTier | None = None
         self.stalled: dict[SequenceState, None] = {}
@@ -179,7 +180,7 @@ class State:
 
     def batch_of(self, lane: Lane) -> BatchSums:
         """The running sums of the lane's batch."""
-        decodes, decoded = (lane.decodes.size, lane.decodes.context_tokens) if lane.decoding else (0, 0)
+        decodes, decoded = (lane.decodes.size, lane.decodes.attended_tokens) if lane.decoding else (0, 0)
         tokens = pairs = context = ending = 0
         for sequence, done, size in lane.chunks:
             tokens += size
