@@ -123,11 +123,15 @@ def import_llmservingsim(
     profiles: Annotated[Path, typer.Argument(help="Folder or tar file with profiler/perf/GPU/OWNER/MODEL.")],
     out: Annotated[Path, typer.Option(help="Compact table set to write (.npz).")],
     gpu: Annotated[str, typer.Option(help="The GPU, by its name in the catalog.")] = "rtx-4090",
+    into: Annotated[
+        Path | None, typer.Option(help="Tables of a GPU in which decode attention is replaced by the profiled one.")
+    ] = None,
 ) -> None:
     """The layers that LLMServingSim's authors profiled under vLLM (KAIST, MIT)."""
-    from fineserve_calibrate.importers.servingsim import import_profiles
+    from fineserve_calibrate.importers.servingsim import import_profiles, with_decodes
+    from fineserve_sim.latency.tables import load
 
-    _write_tables(out, import_profiles(profiles, gpu))
+    _write_tables(out, import_profiles(profiles, gpu) if into is None else with_decodes(profiles, load(into)))
 
 
 def _write_tables(out: Path, compacted: TableSet) -> None:

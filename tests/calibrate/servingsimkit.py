@@ -1,7 +1,7 @@
-"""Steps of data-parallel ranks by the operators that LLMServingSim's authors profiled on the machine of their runs.
+"""Steps by what LLMServingSim's authors know of the machine of their runs: its link, and operators profiled on it.
 
-So a test of the ranks is not one of our tables. Times of one layer and GPU, in microseconds: linear between measured points.
-The exchange between ranks goes over the link of their cluster file.
+So a test of TP groups and data-parallel ranks is not one of our tables. Times of one layer and GPU, in microseconds: linear
+between measured points. All-reduces, and the exchange between ranks, go over the link of their cluster file.
 """
 
 from __future__ import annotations
@@ -11,14 +11,19 @@ import itertools
 import json
 import tarfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
+from fineserve_evidence.validate.predict import StepFactory
 
 from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec, data_ranks, expert_work
-from fineserve_sim.latency import measured_on
+from fineserve_sim.latency import StepModel, measured_on
+from fineserve_sim.latency.cost import Cost, Floats
+from fineserve_sim.latency.operators import BYTES_16BIT, Adjusted
 from fineserve_sim.latency.ranks import RanksStepModel, Sums
 
 AXES = ("prefill_chunk", "kv_prefill", "n_decode", "kv_decode")
@@ -33,9 +38,37 @@ def profiled(folder: Path, gpu: str, name: str, run: str) -> dict[str, pd.DataFr
             member = tables.extractfile(f"{root}/{table}.csv")
             assert member is not None
             found[table] = pd.read_csv(io.BytesIO(member.read()))
-    cluster = json.loads((folder / f"{run}_config.json").read_text(encoding="utf-8"))
-    found["link"] = pd.DataFrame({"s": [cluster["link_latency"] * 1e-9], "bytes_per_s": [cluster["link_bw"] * 1e9]})
+    launch_s, bytes_per_s = link_of(folder, run)
+    found["link"] = pd.DataFrame({"s": [launch_s], "bytes_per_s": [bytes_per_s]})
     return found
+
+
+def link_of(folder: Path, run: str) -> tuple[float, float]:
+    """Seconds of a message, and bytes a second, of the cluster of ``run``."""
+    cluster = json.loads((folder / f"{run}_config.json").read_text(encoding="utf-8"))
+    return cluster["link_latency"] * 1e-9, cluster["link_bw"] * 1e9
+
+
+@dataclass(frozen=True)
+class _OverLink(Adjusted):
+    """The operators of a TP group on another link: seconds of a message, and bytes a second."""
+
+    model: ModelSpec
+    tp: int
+    link: tuple[float, float]
+
+    def by_tokens(self, tokens: Floats) -> dict[str, Cost]:
+        costs, (message_s, bytes_per_s) = self.plain.by_tokens(tokens), self.link
+        ring_bytes = 2 * (self.tp - 1) / self.tp * tokens * self.model.hidden_size * BYTES_16BIT
+        seconds = 2 * self.model.layers * (message_s + ring_bytes / bytes_per_s)
+        return costs | {"all_reduce": costs["all_reduce"].with_seconds(seconds, costs["all_reduce"].source)}
+
+
+def over_link(link: tuple[float, float], make_step: StepFactory, *engine: Any) -> StepModel:
+    """The step model of a TP group whose all-reduces go over this link."""
+    step = make_step(*engine)
+    step._price_by(_OverLink(step.operators, step.model, step.tp, link), step.attention)
+    return step
 
 
 class ProfiledRanks(RanksStepModel):

@@ -22,20 +22,24 @@ pytest.importorskip("fineserve_calibrate", reason="calibrate/ is not on the impo
 from constantskit import Profile, fit_host, fit_rate, fit_shares
 from fineserve_evidence.commands import validate
 from fineserve_evidence.validate.authors import SmShare, fitted_on, sm_shares
-from fineserve_evidence.validate.cases import Case, ClosedLoop, Label, MeasuredSet, OpenLoop, Serving, StaticBatch
+from fineserve_evidence.validate.cases import (
+    BLOCK_TOKENS,
+    Case,
+    ClosedLoop,
+    Label,
+    MeasuredSet,
+    OpenLoop,
+    Serving,
+    StaticBatch,
+    blocks_of_conversations,
+    without_prefix_cache,
+)
 from fineserve_evidence.validate.errors import ErrorRow, error_rows, moves
 from fineserve_evidence.validate.front_end import HTTP, NO_API, TOKENISE_S
 from fineserve_evidence.validate.kvcached import ends_of
 from fineserve_evidence.validate.layouts import KNOWN_FILES, read_set
 from fineserve_evidence.validate.lmbench import FITTED_QPS, GATEWAY, SYNCHRONOUS_V1
-from fineserve_evidence.validate.predict import (
-    BLOCK_TOKENS,
-    Predicted,
-    block_bytes,
-    kv_bytes,
-    predict_set,
-    sensitivity,
-)
+from fineserve_evidence.validate.predict import Predicted, block_bytes, kv_bytes, predict_set, sensitivity
 from fineserve_evidence.validate.rows import (
     LayoutError,
     UnsupportedRow,
@@ -507,11 +511,11 @@ def test_a_static_batch_waits_for_its_first_prompt() -> None:
     assert together.ttft_s[0] == pytest.approx(step.step_s(0, 0, 2048, 4 * 512 * 513 // 2, 0, 4))
 
 
-def repeated(n: int, gap_s: float, prompt_tokens: int, **changes: object) -> OpenLoop:
-    """One prompt, n times: one row of means."""
-    arrival_s, same = np.arange(n) * gap_s, np.zeros(n, dtype=np.int64)
-    whole = OpenLoop(arrival_s, same, np.full(n, prompt_tokens), np.full(n, 8), each=False, conversation=same)
-    return replace(whole, **changes)  # type: ignore[arg-type]
+def repeated(n: int, gap_s: float, *prompt_tokens: int) -> OpenLoop:
+    """One prompt, n times, or turns of one conversation: one row of means."""
+    prompts, same = np.resize(prompt_tokens, n), np.zeros(n, dtype=np.int64)
+    blocks = blocks_of_conversations(same, prompts)
+    return OpenLoop(np.arange(n) * gap_s, same, prompts, np.full(n, 8), each=False, blocks=blocks)
 
 
 def test_a_prompt_that_recurs_is_found_in_the_cache() -> None:
@@ -520,9 +524,9 @@ def test_a_prompt_that_recurs_is_found_in_the_cache() -> None:
     first_s = step.step_s(0, 0, 1024, 1024 * 1025 // 2, 0, 1)
     later_s = step.step_s(0, 0, 16, 16 * 1008 + 16 * 17 // 2, 1008, 1)
     assert predict(case(repeated(4, 1.0, 1024))).ttft_s[0] == pytest.approx((first_s + 3 * later_s) / 4)
-    uncached = predict(case(repeated(4, 1.0, 1024, conversation=None)))
+    uncached = predict(without_prefix_cache(case(repeated(4, 1.0, 1024))))
     assert uncached.ttft_s[0] == pytest.approx(first_s)
-    longer = replace(repeated(2, 1.0, 1024), prompt_tokens=np.array([512, 1024]))  # a later turn: 512 tokens are known
+    longer = repeated(2, 1.0, 512, 1024)  # a later turn: 512 tokens are known
     turns_s = step.step_s(0, 0, 512, 512 * 513 // 2, 0, 1) + step.step_s(0, 0, 512, 512 * 512 + 512 * 513 // 2, 512, 1)
     assert predict(case(longer)).ttft_s[0] == pytest.approx(turns_s / 2)
 

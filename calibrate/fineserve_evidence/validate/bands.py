@@ -21,7 +21,7 @@ import numpy as np
 
 from fineserve_evidence.validate.cases import Case, Floats, Label, OpenLoop
 from fineserve_evidence.validate.errors import label_of
-from fineserve_evidence.validate.predict import Predicted, StepFactory
+from fineserve_evidence.validate.predict import Predicted, StepsOf
 from fineserve_sim.catalog.model_errors import ANY, ErrorClass, Predictable, wider
 from fineserve_sim.experiment.run.alone import first_token_s
 
@@ -54,12 +54,12 @@ class Observation(NamedTuple):
 
 
 def observations(
-    predictions: Iterable[Predicted], make_step: StepFactory, tables: Literal["measured", "scaled"]
+    predictions: Iterable[Predicted], steps: StepsOf, tables: Literal["measured", "scaled"]
 ) -> Iterator[Observation]:
     """The rows of predicted sets. A run of single requests is one row, its means: what is asked of a simulation are many."""
     for predicted in predictions:
         case = predicted.case
-        alone_s = _alone_s(case, make_step)
+        alone_s = _alone_s(case, steps)
         pairs = {"ttft": (case.ttft_s, predicted.ttft_s), "tpot": (case.tpot_s, predicted.tpot_s)}
         if isinstance(case.load, OpenLoop) and case.load.each:
             pairs = {moment: _means(*pair) for moment, pair in pairs.items()}
@@ -80,10 +80,10 @@ def _means(measured: Floats, guess: Floats) -> tuple[Floats, Floats]:
     return measured[both].mean(keepdims=True), guess[both].mean(keepdims=True)
 
 
-def _alone_s(case: Case, make_step: StepFactory) -> float:
+def _alone_s(case: Case, steps: StepsOf) -> float:
     """Predicted seconds to the first token of a mean prompt on the idle engine."""
     own = case.serving
-    step = make_step(own.model, own.precision, own.tp, own.gpu, own.deployment)
+    step = steps(own)
     prompt = int(np.mean(case.load.prompt_tokens))
     return first_token_s(step, prompt, own.token_budget) + float(own.api.seconds(prompt))
 

@@ -15,7 +15,11 @@ from fineserve_sim.catalog import Deployment, GpuSpec, ModelSpec, PrecisionSpec
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
+Blocks = tuple[tuple[int, ...], ...]
 
+BLOCK_TOKENS = 16
+MOST_BLOCKS = 2**20
+"""Blocks of a prompt. The limit keeps the names of blocks of conversations apart."""
 SEED = 20240711
 PHASES = 8
 """Runs whose mean predicts single requests. Early or late in a step makes up to a step of a request's TTFT. Steps known to a
@@ -39,7 +43,8 @@ class Serving:
     ``memory_utilization`` is the share of the GPU's memory that one engine may take. ``api`` is what a request's
     TTFT holds beside the engine's; in a closed loop it also queues at the ``front_end``. ``steps_ahead`` counts the steps
     that are scheduled already when a request comes. The request waits for them beside the running one. ``mean_tokens`` is the
-    length of a sequence midway through its output, which counts where KV grows unevenly; 0: not known.
+    length of a sequence midway through its output, which counts where KV grows unevenly; 0: not known. ``step_time_factor``:
+    how many times as long steps take by what the set says of its engine.
     """
 
     model: ModelSpec
@@ -55,6 +60,7 @@ class Serving:
     front_end: FrontEnd | None = None
     steps_ahead: int = 0
     mean_tokens: int = 0
+    step_time_factor: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,8 +121,8 @@ class OpenLoop:
 
     * ``shared_kv``: the engines draw on one memory.
     * ``each``: rows are requests; else one row of means a model.
-    * ``conversation``, shape (n,): the shorter of two prompts of one conversation begins the longer, and the engines cache
-      prefixes. None: no prompts are known to begin alike.
+    * ``blocks``: for each request, the names of the full KV blocks of its first tokens, as far as they are known. Blocks of
+      one name hold the same tokens behind the same ones, and the engines cache prefixes. None: they cache nothing.
     * ``phases``: the number of runs whose mean predicts single requests. Each run delays requests by a random part of a step;
       a single run has them at their times.
     * ``sharing``: the law by which engines of one GPU slow each other (``fineserve_sim.latency.sharing``).
@@ -132,7 +138,7 @@ class OpenLoop:
     replicas: int = 1
     shared_kv: bool = False
     each: bool = True
-    conversation: Ints | None = None
+    blocks: Blocks | None = None
     phases: int = PHASES
     sharing: Literal["fluid", "time_slice"] = "fluid"
     starts_s: tuple[float, ...] = ()
@@ -193,7 +199,14 @@ def with_load(kind: type[Load], **changed: Any) -> Change:
     return lambda case: replace(case, load=replace(case.load, **changed)) if isinstance(case.load, kind) else case
 
 
-without_prefix_cache = with_load(OpenLoop, conversation=None)
+without_prefix_cache = with_load(OpenLoop, blocks=None)
+
+
+def blocks_of_conversations(conversation: Ints, prompt_tokens: Ints) -> Blocks:
+    """Name the blocks of prompts, shape (n,), where the shorter of two prompts of one conversation begins the longer."""
+    first = (conversation * MOST_BLOCKS).tolist()
+    counts = (prompt_tokens // BLOCK_TOKENS).tolist()
+    return tuple(tuple(range(name, name + count)) for name, count in zip(first, counts, strict=True))
 
 
 @dataclass(frozen=True, slots=True)

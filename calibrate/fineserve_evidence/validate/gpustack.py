@@ -24,6 +24,7 @@ import pandas as pd
 from fineserve_traces.sketch import load_sketch
 
 from fineserve_evidence.validate.cases import (
+    BLOCK_TOKENS,
     SEED,
     BenchmarkRun,
     Case,
@@ -36,7 +37,7 @@ from fineserve_evidence.validate.cases import (
     with_serving,
 )
 from fineserve_evidence.validate.front_end import HTTP
-from fineserve_evidence.validate.predict import BLOCK_TOKENS, block_bytes, kv_bytes
+from fineserve_evidence.validate.predict import block_bytes, kv_bytes
 from fineserve_evidence.validate.rows import UnsupportedRow, cases_of, check_positive, host_of, supported
 from fineserve_sim.catalog import (
     CatalogError,

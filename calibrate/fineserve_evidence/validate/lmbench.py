@@ -32,6 +32,7 @@ from fineserve_evidence.validate.cases import (
     OpenLoop,
     Sensitivity,
     Serving,
+    blocks_of_conversations,
     with_load,
     with_serving,
     without_prefix_cache,
@@ -117,14 +118,14 @@ def _case(rows: pd.DataFrame, path: Path) -> Case:
     check_positive(rows, ("prompt_tokens", "generation_tokens", "ttft_s"), path)
     if (len(rows) - 1) < COMPLETE * qps * np.ptp(rows.launch_s.to_numpy(np.float64)):
         raise UnsupportedRow("broken off: requests that were sent are not recorded")
-    n, outputs = len(rows), rows.generation_tokens.to_numpy(np.int64)
+    n, prompts, outputs = len(rows), rows.prompt_tokens.to_numpy(np.int64), rows.generation_tokens.to_numpy(np.int64)
     load = OpenLoop(
         arrival_s=rows.launch_s.to_numpy(np.float64),
         model=np.zeros(n, dtype=np.int64),
-        prompt_tokens=rows.prompt_tokens.to_numpy(np.int64),
+        prompt_tokens=prompts,
         output_tokens=outputs,
         replicas=replicas,
-        conversation=_conversations(rows),
+        blocks=blocks_of_conversations(_conversations(rows), prompts),
     )
     served = model_named(name)
     device = gpu_named(str(rows.gpu.iloc[0]))

@@ -9,6 +9,7 @@ from typing import TypeAlias
 import numpy as np
 
 from fineserve_evidence.validate.cases import (
+    BLOCK_TOKENS,
     SEED,
     BenchmarkRun,
     Case,
@@ -39,12 +40,11 @@ from fineserve_sim.latency import StepModel
 
 StepFactory: TypeAlias = Callable[[ModelSpec, PrecisionSpec, int, GpuSpec, Deployment], StepModel]
 """A class of step models, called with model, precision, TP, GPU and deployment."""
+StepsOf: TypeAlias = Callable[[Serving], StepModel]
+"""The step model of an engine setting."""
 
-BLOCK_TOKENS = 16
 SEND_GAP_S = 1e-5
 """The gap between requests of a static batch is shorter than any step, so that only their order matters."""
-MOST_BLOCKS = 2**20
-"""Blocks of a prompt. The limit keeps the block ids of conversations apart."""
 SENSITIVITY_STRIDE = 4
 """Another assumption is tried on every fourth case."""
 MOST_TRIED = 60
@@ -69,17 +69,19 @@ def predict_set(measured: MeasuredSet, make_step: StepFactory) -> list[Predicted
     return [_predict(case, steps) for case in measured.cases]
 
 
-def remembered(make_step: StepFactory) -> StepFactory:
-    """Wrap ``make_step`` so that it builds a setting once. Deployments count as equal by name."""
-    built: dict[tuple[ModelSpec, str, int, GpuSpec, str], StepModel] = {}
+def remembered(make_step: StepFactory) -> StepsOf:
+    """Wrap ``make_step`` so that it builds the steps of a setting once. Deployments count as equal by name."""
+    built: dict[tuple[ModelSpec, str, int, GpuSpec, str, float], StepModel] = {}
 
-    def step(model: ModelSpec, precision: PrecisionSpec, tp: int, gpu: GpuSpec, deployment: Deployment) -> StepModel:
-        key = (model, precision.name, tp, gpu, deployment.name)
+    def steps(of: Serving) -> StepModel:
+        key = (of.model, of.precision.name, of.tp, of.gpu, of.deployment.name, of.step_time_factor)
         if key not in built:
-            built[key] = make_step(model, precision, tp, gpu, deployment)
+            built[key] = make_step(of.model, of.precision, of.tp, of.gpu, of.deployment)
+            if of.step_time_factor != 1.0:
+                built[key].slow_down(of.step_time_factor)
         return built[key]
 
-    return step
+    return steps
 
 
 def sensitivity(measured: MeasuredSet, what: Sensitivity) -> tuple[MeasuredSet, MeasuredSet]:
@@ -95,9 +97,9 @@ def campaign(measured: MeasuredSet, engine: str) -> MeasuredSet:
     return replace(measured, cases=tuple(mine[:: SENSITIVITY_STRIDE if len(mine) > MOST_TRIED else 1]))
 
 
-def _predict(case: Case, make_step: StepFactory) -> Predicted:
+def _predict(case: Case, steps: StepsOf) -> Predicted:
     serving, load = case.serving, case.load
-    step = make_step(serving.model, serving.precision, serving.tp, serving.gpu, serving.deployment)
+    step = steps(serving)
     throughput = None
     if isinstance(load, BenchmarkRun):
         return Predicted(case, case.ttft_s, case.tpot_s, whole_s=_whole(step, load, serving))
@@ -227,8 +229,8 @@ def _out_of_phase(step: StepModel, load: OpenLoop, serving: Serving, delay_s: Fl
     arrival_s = load.arrival_s + delay_s
     order = np.argsort(arrival_s, kind="stable")
     columns = {name: getattr(load, name)[order] for name in ("model", "prompt_tokens", "output_tokens")}
-    conversation = None if load.conversation is None else load.conversation[order]
-    delayed = replace(load, arrival_s=arrival_s[order], conversation=conversation, **columns)
+    blocks = None if load.blocks is None else tuple(load.blocks[request] for request in order)
+    delayed = replace(load, arrival_s=arrival_s[order], blocks=blocks, **columns)
     back = np.argsort(order)
     ttft, tpot = _open_run(step, delayed, serving)
     return ttft[back], tpot[back]
@@ -248,15 +250,8 @@ def _open_run(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats
 
 
 def _prefixes(load: OpenLoop) -> list[Prefix]:
-    """The known blocks of each request's prompt: its conversation's, as far as it fills them."""
-    if load.conversation is None:
-        return []
-    prefixes = []
-    for conversation, prompt in zip(load.conversation.tolist(), load.prompt_tokens.tolist(), strict=True):
-        blocks = prompt // BLOCK_TOKENS
-        ids = tuple(range(conversation * MOST_BLOCKS, conversation * MOST_BLOCKS + blocks))
-        prefixes.append(Prefix(ids, BLOCK_TOKENS, blocks * BLOCK_TOKENS))
-    return prefixes
+    """The known blocks of each request; none where nothing is cached."""
+    return [Prefix(names, BLOCK_TOKENS, len(names) * BLOCK_TOKENS) for names in load.blocks or ()]
 
 
 def kv_bytes(serving: Serving) -> int:

@@ -19,8 +19,7 @@ T = TypeVar("T")
 STEPS_AHEAD = 1
 """vLLM schedules the next step while one runs, by default from 0.14 on. A request that comes meanwhile is in the step after."""
 HIDDEN = "vllm-0.16"
-"""The deployment of releases that hide the host's time so. In the runs of 0.15.1 (BLIS) it still shows, and in runs of 0.19
-whose client is the engine's own front-end process (LLMServingSim)."""
+"""The deployment of releases that hide the host's time so. In the runs of 0.15.1 (BLIS) it still shows."""
 HIDDEN_FROM, AHEAD_FROM = (0, 16), (0, 14)
 
 

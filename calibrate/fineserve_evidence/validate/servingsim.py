@@ -1,13 +1,15 @@
 """LLMServingSim's bench runs of real vLLM: a row a request, and what the engine was told in a ``_meta.json`` beside it.
 
-``RTXPRO6000_Qwen3-32B_requests.jsonl.gz`` has its GPU in its name, and ``RTXPRO6000_Qwen3-32B_meta.json`` beside it.
-Times are the server's own: TTFT is the first token's less that of queueing. Source: casys-kaist/LLMServingSim @ 5daddb2.
+``RTXPRO6000_Qwen3-32B_requests.jsonl.gz`` has its GPU in its name, and ``RTXPRO6000_Qwen3-32B_meta.json`` beside it. That names
+the workload, whose tokens tell which prompts begin alike. Times are the server's own: TTFT is the first token's less that of
+queueing. The engines cached prefixes. Source: casys-kaist/LLMServingSim @ 5daddb2.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,21 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from fineserve_evidence.validate.cases import Case, Label, MeasuredSet, OpenLoop, Sensitivity, Serving, with_serving
+from fineserve_evidence.validate.cases import (
+    BLOCK_TOKENS,
+    Blocks,
+    Case,
+    Label,
+    MeasuredSet,
+    OpenLoop,
+    Sensitivity,
+    Serving,
+    with_serving,
+    without_prefix_cache,
+)
 from fineserve_evidence.validate.predict import kv_bytes
 from fineserve_evidence.validate.rows import (
+    HIDDEN,
     STEPS_AHEAD,
     LayoutError,
     UnsupportedRow,
@@ -32,7 +46,7 @@ from fineserve_evidence.validate.rows import (
 from fineserve_sim.catalog import CatalogError, ModelSpec, deployment, kv_token_bytes, with_experts, with_ranks
 
 COLUMNS = ("request_id", "input_toks", "output_toks", "queued_ts", "first_token_ts", "last_token_ts")
-ENDING, KV_TOKENS = "_requests.jsonl.gz", "num_kv_tokens"
+ENDING, KV_TOKENS, WORKLOAD = "_requests.jsonl.gz", "num_kv_tokens", "dataset_path"
 MEMORY_UTILIZATION = 0.9
 TOLD = ("model", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "dtype", "kv_cache_dtype")
 
@@ -50,11 +64,15 @@ def read_servingsim(frame: pd.DataFrame, path: Path) -> MeasuredSet:
         unsupported,
         assumptions=(
             "settings as recorded; requests come when the server queued them, in turn to the ranks of attention in data "
-            "parallel; no prompts begin alike",
+            "parallel; prompts begin alike where the workload's tokens do, and a preempted request finds its own blocks",
             f"{MEMORY_UTILIZATION:g} of the GPU's memory (vLLM's default), or KV as recorded; steps are scheduled one ahead "
             "(vLLM 0.19)",
         ),
-        sensitivities=(Sensitivity("no step scheduled ahead", with_serving(steps_ahead=0)),),
+        sensitivities=(
+            Sensitivity("no step scheduled ahead", with_serving(steps_ahead=0)),
+            Sensitivity("no prefix cache", without_prefix_cache),
+        ),
+        shares_prefixes=True,
     )
 
 
@@ -65,8 +83,9 @@ def _told(path: Path) -> Mapping[str, Any]:
     try:
         meta: dict[str, Any] = json.loads(beside.read_text(encoding="utf-8"))
         told: dict[str, Any] = meta["engine_kwargs"] | {KV_TOKENS: meta.get("kv_cache", {}).get(KV_TOKENS)}
+        told[WORKLOAD] = meta[WORKLOAD]
     except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise LayoutError(f"{beside}: expected the engine_kwargs of {path.name} ({problem})") from None
+        raise LayoutError(f"{beside}: expected engine_kwargs and {WORKLOAD} of {path.name} ({problem})") from None
     if missing := [name for name in TOLD if name not in told]:
         raise LayoutError(f"{beside}: no {missing[0]} in engine_kwargs")
     return told
@@ -81,7 +100,7 @@ def _case(frame: pd.DataFrame, path: Path, told: Mapping[str, Any]) -> Case:
         precision_named(told["dtype"]),
         tp,
         gpu_named(path.name.split("_")[0]),
-        deployment("vllm-cudagraph"),
+        deployment(HIDDEN),
         int(told["max_num_batched_tokens"]),
         int(told["max_num_seqs"]),
         MEMORY_UTILIZATION,
@@ -92,10 +111,47 @@ def _case(frame: pd.DataFrame, path: Path, told: Mapping[str, Any]) -> Case:
     rows = frame.sort_values("queued_ts", kind="stable")
     queued_s, first_s, last_s = (rows[name].to_numpy(np.float64) for name in COLUMNS[3:])
     prompts, outputs = (rows[name].to_numpy(np.int64) for name in COLUMNS[1:3])
-    load = OpenLoop(queued_s - queued_s[0], np.zeros(len(rows), dtype=np.int64), prompts, outputs, replicas=ranks)
+    prompts_of = dict(zip(rows.request_id, prompts.tolist(), strict=True))
+    found = _prompts(path.with_name(Path(told[WORKLOAD]).name + ".gz"), prompts_of)
+    load = OpenLoop(
+        queued_s - queued_s[0],
+        np.zeros(len(rows), dtype=np.int64),
+        prompts,
+        outputs,
+        replicas=ranks,
+        blocks=_blocks(found, outputs.tolist()),
+    )
     tpot_s = (last_s - first_s) / np.where(outputs > 1, outputs - 1, np.nan)
     label = Label(stem(path), "vllm", str(told["model"]), "W16A16", tp)
     return Case(label, supported(serving), load, first_s - queued_s, tpot_s)
+
+
+def _prompts(workload: Path, lengths: Mapping[str, int]) -> list[list[int]]:
+    """The tokens of the prompts of these requests: ``bench-7`` is the eighth of the workload. Raises LayoutError where they
+    are not as long."""
+    try:
+        with gzip.open(workload, "rt", encoding="utf-8") as lines:
+            prompts = [json.loads(line)["input_tok_ids"] for line in lines]
+        found = [prompts[int(name.removeprefix("bench-"))] for name in lengths]
+    except (OSError, ValueError, LookupError, TypeError) as problem:
+        raise LayoutError(f"{workload}: expected JSON lines with input_tok_ids, one a request ({problem})") from None
+    if [*map(len, found)] != [*lengths.values()]:
+        raise LayoutError(f"{workload}: its prompts are not as long as those of the run's requests")
+    return found
+
+
+def _blocks(prompts: Sequence[Sequence[int]], outputs: Sequence[int]) -> Blocks:
+    """Name the blocks of each request. Prompts share the blocks with which they begin alike; outputs are each request's own."""
+    names: dict[tuple[int, tuple[int, ...]], int] = {}
+    named: list[tuple[int, ...]] = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        own = [0]
+        for start in range(0, len(prompt) + output - BLOCK_TOKENS + 1, BLOCK_TOKENS):
+            tokens = tuple(prompt[start : start + BLOCK_TOKENS])
+            key = (own[-1], tokens if len(tokens) == BLOCK_TOKENS else (-len(named),))
+            own.append(names.setdefault(key, len(names) + 1))
+        named.append(tuple(own[1:]))
+    return tuple(named)
 
 
 def _with_kv(serving: Serving, tokens: int) -> Serving:
