@@ -30,8 +30,8 @@ WAVE_TILES = 2
 """Tiles of decodes that an SM takes at a time. Source: as of ``TAIL_SMS``."""
 TAIL_SMS = 0.16
 """The part of the SMs whose time the longest of uneven sequences costs. Source: the same profile's times of uneven batches.
-Those below two tiles an SM have no such time (0.00 to 0.02). The medians of batches beyond are 0.19 to 0.23 on an RTX 4090
-(2 to 8 tiles) and 0.10 to 0.16 on an RTX PRO 6000 (2.7 to 5.4 tiles, five pairs of heads)."""
+Those below two tiles an SM have no such time (0.00 to 0.02). The medians of larger batches are 0.19 to 0.23 on an RTX 4090
+(2 to 8 tiles). On an RTX PRO 6000 they are 0.10 to 0.16 (2.7 to 5.4 tiles, five pairs of heads)."""
 
 
 class Tail(NamedTuple):
@@ -49,8 +49,8 @@ class Tiles:
     """Attention of decodes by FlashAttention 2, on one GPU and over all layers: a GPU with so many ``sms``.
 
     Alone, a decode has a tile for each KV head. When they are more than the SMs take at a time, the tiles of the longest
-    sequence end last (``tail``). Beside prompts, a decode fills a tile for each query head, and all rows are computed: 16, 64
-    and 128 decodes of 1,024 tokens beside a prompt of 1,024 take 1.7, 2.1 and 2.6 times what they take alone on an RTX 4090.
+    sequence end last (``tail``). Beside prompts, a decode fills a tile for each query head, and all rows are computed. So 16,
+    64 and 128 decodes of 1,024 tokens on an RTX 4090 take 1.7, 2.1 and 2.6 times as long as alone.
     The kernel also starts as many tiles for every sequence as the longest chunk has. They are idle, and take ``idle_s`` for
     each ``TILE_ROWS`` rows of the chunk.
     """

@@ -258,8 +258,8 @@ def test_the_pages_as_fidelity_says() -> None:
     slow = [row.error for row in both if row.model.startswith(("gpt-oss", "qwen3.5")) and row.error is not None]
     assert f"{-100 * max(slow):.0f} to {-100 * min(slow):.0f} % too fast" in page and len(slow) == 6
     assert whole_median(both, 23) == pytest.approx(0.155, abs=0.0006)
-    assert whole_median([row for row in rows if row.backend == "vllm"], 19) == pytest.approx(0.144, abs=0.0006)
-    for other, median in zip(found.sensitivities[:2], (0.157, 0.154), strict=True):
+    assert whole_median([row for row in rows if row.backend == "vllm"], 19) == pytest.approx(0.146, abs=0.0006)
+    for other, median in zip(found.sensitivities[:2], (0.157, 0.151), strict=True):
         cases = tuple(other.change(case) for case in found.cases if case.label.backend == "vllm")
         moved = whole_rows(predict_set(replace(found, cases=cases), make_step))
-        assert whole_median(moved, 19) == pytest.approx(median, abs=0.002), other.name
+        assert whole_median(moved, 19) == pytest.approx(median, abs=0.0006), other.what
