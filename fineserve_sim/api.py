@@ -100,7 +100,7 @@ class Result:
     def figures(self) -> dict[str, go.Figure]:
         """Figures that zoom, by ``sweep/metric``; each is a ``plotly.graph_objects.Figure``."""
         self._check_own()
-        from fineserve_sim.experiment.show.page.figures import sweep_figures
+        from fineserve_sim.experiment.show.page.build import sweep_figures
         from fineserve_sim.experiment.show.page.style import figure_of
 
         return {name: figure_of(spec) for name, spec in sweep_figures(self.folder, self.summary).items()}

@@ -7,8 +7,7 @@ from collections import defaultdict
 from docs.generate.markdown import table
 from fineserve_sim.catalog import deployment, gpu, model, precision
 from fineserve_sim.latency import StepModel
-from fineserve_sim.latency.accounting import time_shares
-from fineserve_sim.latency.batch import Batch
+from fineserve_sim.latency.accounting import Batch, time_shares
 from fineserve_sim.latency.tables import shipped
 
 DEPLOYMENT = "vllm-v1-eager"

@@ -14,8 +14,7 @@ from fineserve_sim.cluster.components import Apart, Component, Piece, taken_apar
 from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.groups import check_groups, compose_groups
 from fineserve_sim.cluster.compose.models import compose, compose_fleet
-from fineserve_sim.cluster.compose.place import Placed, place
-from fineserve_sim.cluster.compose.ranks import check_ranks
+from fineserve_sim.cluster.compose.place import Placed, check_ranks, place
 from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.scenario import EndedRequests, RunResult, Scenario, ScenarioError, Timeline
 from fineserve_sim.systems.spec import ClairvoyantSpec

@@ -1,6 +1,6 @@
 """How long an engine step takes, where every number of it comes from, and profiles computed from it."""
 
-from fineserve_sim.latency.batch import Batch
+from fineserve_sim.latency.accounting import Batch
 from fineserve_sim.latency.profile import batch_prefill_s, profile, profile_of
 from fineserve_sim.latency.rates import Provenance
 from fineserve_sim.latency.speculative import step_model_of

@@ -1,7 +1,8 @@
 """Where the seconds of steps come from, operator by operator.
 
 The parts of a step are its operators, attention of decodes and of prompt chunks, ``host_floor`` and ``host_overhead``. They
-sum to ``step_s``. ``host_floor`` is what the host's floor adds to the device's time.
+sum to ``step_s``. ``host_floor`` is what the host's floor adds to the device's time. A step's time depends on the sums of
+``Batch``.
 """
 
 from __future__ import annotations
@@ -12,9 +13,26 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fineserve_sim.latency.batch import Batch
 from fineserve_sim.latency.cost import ASSUMED, SOURCES, Codes, Floats, Source
 from fineserve_sim.latency.step import StepModel
+
+
+class Batch(NamedTuple):
+    """Running sums over the batch of one step.
+
+    * ``decodes``: sequences that decode one token each; ``decode_context``: their cached tokens before the step.
+    * ``prefill_tokens``: prompt tokens that are computed; ``prefill_context``: the cached tokens before them.
+    * ``prefill_pairs``: query-key pairs of the prompts. A chunk of c tokens after a cached prefix has
+      c * prefix + c * (c + 1) / 2.
+    * ``sampled``: sequences that produce a token.
+    """
+
+    decodes: int
+    decode_context: int
+    prefill_tokens: int
+    prefill_pairs: float
+    prefill_context: int
+    sampled: int
 
 
 class Part(NamedTuple):

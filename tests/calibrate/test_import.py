@@ -30,6 +30,7 @@ H100 = gpu("h100-sxm")
 PUBLISHED = Path(__file__).parents[3] / "shared" / "data" / "h100"
 INT4 = PUBLISHED / "aic_gemm_trtllm_1.2.0rc5_weightonly.csv.gz"
 REPOSITORY = PUBLISHED.parent / "tables_vllm"
+PROFILES = REPOSITORY.parent / "fleets" / "llmservingsim_bench" / "profiler_tables.tar.gz"
 needs_published = pytest.mark.skipif(not INT4.exists(), reason="the shared/ folder with the published tables is absent")
 Change = Callable[[str, pa.Table], pa.Table]
 
@@ -274,9 +275,12 @@ def test_the_shipped_tables_are_the_published_ones_compacted(folder: Path) -> No
 @pytest.mark.parametrize("system", [name for name in SYSTEMS if name != "h100_sxm"])
 def test_the_command_makes_the_shipped_tables_of_other_gpus_again(system: str, tmp_path: Path) -> None:
     out = tmp_path / "tables.npz"
-    asked = ["import", "aiconfigurator", "--wheel", str(REPOSITORY), "--system", system, "--out", str(out)]
-    done = CliRunner().invoke(app, asked)
-    assert done.exit_code == 0, done.output
+    commands = [["aiconfigurator", "--wheel", str(REPOSITORY), "--system", system]]
+    if system == "rtx_pro_6000_server":
+        commands.append(["llmservingsim", str(PROFILES), "--into", str(out)])
+    for command in commands:
+        done = CliRunner().invoke(app, ["import", *command, "--out", str(out)])
+        assert done.exit_code == 0, done.output
     made, ships = load(out), shipped(SYSTEMS[system])
     assert made.fingerprint == ships.fingerprint and set(made.grids) == set(ships.grids)
     for name, grid in ships.grids.items():

@@ -841,15 +841,15 @@ def means_off(path: Path) -> tuple[float, float]:
         *((f"sweep_rate_agg_{rate}rps_vanilla", 0.15, 0.06) for rate in (2, 4, 6, 8)),
         *((f"sweep_tenants_{n}T_agg_{2 * n}rps_vanilla", 0.15, 0.06) for n in (1, 2, 3, 4, 5)),
         ("w5_sweep_agg6", 0.15, 0.06),
-        ("w5_sweep_agg12", 0.15, 0.08),
+        ("w5_sweep_agg12", 0.15, 0.06),
         ("w7_sweep_agg6", 0.15, 0.06),
         *((f"w7_sweep_agg{rate}", 0.15, 0.06) for rate in (12, 18, 24)),
         ("w5_sweep_agg30", 0.15, 0.06),
     ],
 )
 def test_open_arrivals_at_a_14b_under_vllm_023(run: str, ttft: float, tpot: float) -> None:
-    """Within 15 % of mean TTFT and 6 % of mean TPOT, one run 8 %. Two runs just above what the engine serves are off by 23 and
-    30 % (TTFT), one of them by 29 % (TPOT): 18 requests/s are 4 % above it, and 2 % below what is predicted."""
+    """Within 15 % of mean TTFT and 6 % of mean TPOT. Of two runs just above what the engine serves, one is off by 24 % (TPOT),
+    one by 32 % (TTFT): 18 requests/s are 4 % above it, and just below what is predicted."""
     found = means_off(E2E.parent / "fleets" / "blis_residency_qwen3_14b" / f"{run}_requests.csv.gz")
     assert (found[0] < ttft, found[1] < tpot) == (True, True), found
 

@@ -18,7 +18,7 @@ from simkit import Row, pinned, served, solo, step_model
 from fineserve_sim.cluster import EngineSettings, Fate, Scenario, ScenarioError, simulate
 from fineserve_sim.cluster.compose.profiling import chunk_cost
 from fineserve_sim.cluster.scenario import Fault, MeasuredSteps, wrong_fault
-from fineserve_sim.experiment.reproduce.papers.kunserve.pipeline_model import finish_times_s
+from fineserve_sim.experiment.reproduce.papers.kunserve.formulas import finish_times_s
 from fineserve_sim.systems import SystemSpec
 from fineserve_sim.systems.spec import MooreHodgsonSpec, RoundRobinDispatchSpec, SpareInstancesSpec, SwapPoolsSpec
 

@@ -15,7 +15,7 @@ from fineserve_sim.catalog import kv_sequence_bytes, kv_token_bytes, model, mode
 from fineserve_sim.cluster.compose.memory import geometry
 from fineserve_sim.cluster.scenario import EngineSettings, ServedModel
 from fineserve_sim.experiment import ConfigError, load_experiment
-from fineserve_sim.experiment.results.simplified import simplified
+from fineserve_sim.experiment.results.summary import simplified
 
 WriteFile = Callable[..., Path]
 DENSE = "{id: A, model: llama-3.1-8b, precision: W16A16, share: 2}"

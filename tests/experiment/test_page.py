@@ -23,9 +23,8 @@ from fineserve_sim.cluster import Fate
 from fineserve_sim.experiment import run_experiment
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.show.against import Bill, against
-from fineserve_sim.experiment.show.page.build import write_page
+from fineserve_sim.experiment.show.page.build import sweeps, system_looks, write_page
 from fineserve_sim.experiment.show.page.curves import latency_traces
-from fineserve_sim.experiment.show.page.figures import sweeps, system_looks
 from fineserve_sim.experiment.show.page.first import verdict_of
 from fineserve_sim.experiment.show.page.memory import Panel, _colours, _label
 from fineserve_sim.experiment.show.page.overview import overview

@@ -20,11 +20,10 @@ from fineserve_sim.experiment.reproduce import (
     reproduce,
     targets,
 )
-from fineserve_sim.experiment.reproduce.crossing import crossing
+from fineserve_sim.experiment.reproduce.curves import Step, crossing, order
 from fineserve_sim.experiment.reproduce.finished import MissingError, Results
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity, judge
 from fineserve_sim.experiment.reproduce.ledger import Target, denominator
-from fineserve_sim.experiment.reproduce.orders import Step, order
 from fineserve_sim.experiment.reproduce.papers import DECIDERS
 from fineserve_sim.experiment.reproduce.text import (
     BEGIN,

@@ -10,7 +10,7 @@ import pytest
 
 from fineserve_sim.experiment import Experiment, load_experiment, run_experiment
 from fineserve_sim.experiment.file.degrees import groups_by_degree
-from fineserve_sim.experiment.results.resolved import write_resolved
+from fineserve_sim.experiment.results.writer import write_resolved
 from fineserve_sim.experiment.run.run import Run, scenario
 from fineserve_sim.experiment.show.figures import draw
 

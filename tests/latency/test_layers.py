@@ -20,8 +20,7 @@ from fineserve_sim.catalog import (
 )
 from fineserve_sim.catalog.geometry import state_bytes
 from fineserve_sim.latency import StepModel, measured_on
-from fineserve_sim.latency.accounting import parts
-from fineserve_sim.latency.batch import Batch
+from fineserve_sim.latency.accounting import Batch, parts
 from fineserve_sim.latency.experts import ExpertTables, roofline, touched
 from fineserve_sim.latency.layered_attention import capped, summed, windowed_pairs
 from fineserve_sim.latency.rates import resolve

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fineserve_sim.experiment.reproduce.papers.kunserve.pipeline_model import finish_times_s, lockstep_bound_s
+from fineserve_sim.experiment.reproduce.papers.kunserve.formulas import finish_times_s, lockstep_bound_s
 
 times = st.lists(st.integers(1, 20).map(float), min_size=1, max_size=8)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fineserve_sim.cluster.compose.ranks import why_no_ranks
+from fineserve_sim.cluster.compose.place import why_no_ranks
 from fineserve_sim.cluster.scenario import wrong_fault
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.axes import check_sweep

@@ -2,6 +2,7 @@
 
 A point is one place of a sweep for one system; with a seed it is one simulation. Axes are the three of the load
 (``load``, ``rate_scale``, ``slo_scale``) and any dotted key of the file, whose value then replaces that of the file.
+``matching`` finds the cells of a system at some values of its axes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ from typing import Any
 
 from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.axes import LOAD_AXES
-from fineserve_sim.experiment.file.cells import matching
 from fineserve_sim.experiment.file.checks import check
 from fineserve_sim.experiment.file.document import Document, KeyPath
 from fineserve_sim.experiment.file.errors import nearest
@@ -165,3 +165,18 @@ def _varied(document: Document, path: KeyPath, overrides: Overrides, folder: Pat
     check(varied, file, setup)
     check_sources(varied, setup)
     return setup
+
+
+Cell = Mapping[str, Any]
+
+
+def matching(cells: Sequence[Cell], system: str, at: Mapping[str, Any]) -> list[Cell]:
+    """The cells of a system at a place, each once though two sweeps may list it."""
+    found = [
+        cell
+        for cell in cells
+        if cell["system"] == system
+        and at.get("sweep", cell["sweep"]) == cell["sweep"]
+        and all(cell["axes"].get(axis) == value for axis, value in at.items() if axis != "sweep")
+    ]
+    return list({str(sorted(cell["axes"].items())): cell for cell in found}.values())

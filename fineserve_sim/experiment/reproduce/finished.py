@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fineserve_sim.experiment.file.cells import Cell, matching
+from fineserve_sim.experiment.file.plan import Cell, matching
 from fineserve_sim.experiment.reproduce.judge import Quantity
 from fineserve_sim.experiment.results.claims import estimate_of
 from fineserve_sim.experiment.results.stats import Estimate, ratio

@@ -23,7 +23,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from fineserve_sim.experiment.file.cells import Cell, matching
+from fineserve_sim.experiment.file.plan import Cell, matching
 from fineserve_sim.experiment.file.schema import COMPARISON, Claim
 from fineserve_sim.experiment.results.stats import Estimate, Sample, difference, ratio
 

@@ -1,4 +1,7 @@
-"""summary.json: cells with their metrics and flags, SLOs, placements, claims."""
+"""summary.json: cells with their metrics and flags, SLOs, placements, claims.
+
+It says in a line how a model was simplified, so that no approximation passes for a measurement.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fineserve_sim import __version__
+from fineserve_sim.catalog import ModelSpec
 from fineserve_sim.cluster.compose.memory import kinds_of
 from fineserve_sim.experiment.file.metric_names import CLUSTER_WIDE, EACH, overall
 from fineserve_sim.experiment.file.plan import Experiment, Point
@@ -21,7 +25,6 @@ from fineserve_sim.experiment.results.claims import evaluate_claims
 from fineserve_sim.experiment.results.cost import by_kind, costs, price_of
 from fineserve_sim.experiment.results.metrics import Measures, estimate, present
 from fineserve_sim.experiment.results.places import Places, mean_over_seeds
-from fineserve_sim.experiment.results.simplified import simplified
 from fineserve_sim.experiment.results.stats import Estimate
 from fineserve_sim.experiment.results.step_times import pooled, tables_of, warnings
 from fineserve_sim.experiment.results.summarised import NOTE
@@ -283,3 +286,24 @@ def _missing(summary: Mapping[str, Any]) -> str:
 
 def _damaged(path: Path, problem: object) -> ValueError:
     return ValueError(f"{path}: damaged ({problem}); run the experiment again to write it anew")
+
+
+def simplified(models: Iterable[tuple[str, ModelSpec]]) -> Iterator[str]:
+    """One line for each simplification, with the ids of the models that it is about; none for dense models."""
+    found: dict[str, list[str]] = {}
+    for id, spec in models:
+        for line in _of(spec):
+            found.setdefault(line, []).append(id)
+    for line, ids in found.items():
+        yield f"{', '.join(ids)}: {line}"
+
+
+def _of(spec: ModelSpec) -> Iterator[str]:
+    if spec.experts is not None:
+        yield "routing among experts is random with a mild skew, the same for every prompt"
+    if spec.window is not None or spec.linear is not None:
+        yield "KV of a sequence that does not grow evenly (windows, states) counts at the mean length of the requests"
+    if spec.latent is not None and spec.latent.index_tokens:
+        yield "sparse attention by roofline: no table was measured"
+    if spec.other_parameters:
+        yield "weights of its vision tower count; only text is served"

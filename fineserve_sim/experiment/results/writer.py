@@ -3,7 +3,7 @@ are made of.
 
 Nothing here is a time, a path or a host name, and everything is written in the order of the file, so equal inputs give
 equal bytes. Requests are streamed cell by cell; no more than one cell is in memory. Where metrics alone were kept there is no
-table of requests.
+table of requests. The file as it was run is there, too, with every default and path, so that it runs from anywhere.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import pyarrow.parquet as pq
 
 from fineserve_sim import __version__
 from fineserve_sim.cluster import GpuUse
+from fineserve_sim.experiment.file.document import to_yaml
 from fineserve_sim.experiment.file.plan import Experiment, Point
 from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS, Targets
 from fineserve_sim.experiment.results.metrics import measure
 from fineserve_sim.experiment.results.places import Places, kv_left
-from fineserve_sim.experiment.results.resolved import write_resolved
 from fineserve_sim.experiment.results.summarised import measures_of
 from fineserve_sim.experiment.results.summary import Judged, cell_entry, is_bound, runs_told, summary_of
 from fineserve_sim.experiment.results.tables import RequestWriter, model_rows, place_row, run_row
@@ -106,3 +106,13 @@ def environment() -> dict[str, Any]:
         "platform": f"{platform.system()} {platform.machine()}",
         "packages": {name: version(name) for name in _PACKAGES},
     }
+
+
+def write_resolved(experiment: Experiment, path: Path) -> None:
+    """Write the file as it was run. The sections ``quick`` and ``runtime`` are left out."""
+    file = experiment.file
+    if any(setup.names_files for setup in experiment.setups.values()):
+        file = file.model_copy(update={"folder": str(experiment.setup.folder)})
+    data = file.model_dump(mode="json", exclude_none=True, exclude={"quick", "runtime"})
+    with atomic(path) as temporary:
+        temporary.write_text(to_yaml(data), encoding="utf-8")

@@ -14,13 +14,15 @@ from functools import lru_cache
 import numpy as np
 
 from fineserve_sim.catalog import GpuSpec
-from fineserve_sim.cluster import EngineSettings, ScenarioError, ServedModel
-from fineserve_sim.cluster.compose.memory import caches_prefixes, legacy_kernel
-from fineserve_sim.cluster.compose.profiling import step_model
+from fineserve_sim.cluster import EngineSettings, Gpu, ScenarioError, ServedModel
+from fineserve_sim.cluster.compose.memory import caches_prefixes, fixed_bytes, kinds_of, legacy_kernel, slots_on
+from fineserve_sim.cluster.compose.profiling import fastest, step_model
 from fineserve_sim.experiment.file.degrees import AUTO, groups_by_degree
 from fineserve_sim.experiment.file.resolve import ResolvedModel, Setup
 from fineserve_sim.experiment.run.run_data import Floats, Ints
 from fineserve_sim.latency import StepModel
+from fineserve_sim.policy.memory.ledger import MemoryLedger
+from fineserve_sim.policy.placement import tp_groups
 from fineserve_sim.systems.spec import MemorySpec, SystemSpec
 
 Engine = tuple[ServedModel, GpuSpec]
@@ -101,3 +103,24 @@ def latencies_s(step: StepModel, budget: int, prompt_tokens: Ints, output_tokens
 @lru_cache(maxsize=1024)
 def _reach(step: StepModel, budget: int, limit_s: float, longest: int) -> int:
     return bisect_right(range(1, longest + 1), limit_s, key=lambda tokens: first_token_s(step, tokens, budget))
+
+
+def own_gpus(setup: Setup, model: ServedModel) -> tuple[Gpu, ...]:
+    """All GPUs of one kind: of the kinds that hold the model, the one on which its engine serves the most. So what a model is
+    by itself depends neither on the order of the file nor on slower GPUs. The first ones form a TP group. All GPUs of the
+    cluster where no kind holds the model."""
+    gpus, engine = setup.gpus, setup.engine
+    if len(kinds_of(gpus)) == 1:
+        return gpus
+    ledger = MemoryLedger.of(slots := slots_on(gpus, engine))
+    groups = [
+        group
+        for group in tp_groups(slots, model.tp * model.ranks)
+        if ledger.has_room(group, fixed_bytes(model, engine))
+    ]
+    if not groups:
+        return gpus
+    spec_of = {gpu.id: gpu.spec for gpu in gpus}
+    kind = fastest(model, [spec_of[group[0]] for group in groups], engine)
+    first = next(group for group in groups if spec_of[group[0]] == kind)
+    return tuple(sorted((gpu for gpu in gpus if gpu.spec == kind), key=lambda gpu: (gpu.id not in first, gpu.id)))

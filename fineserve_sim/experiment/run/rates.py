@@ -16,7 +16,7 @@ from fineserve_sim.experiment.file import schema
 from fineserve_sim.experiment.file.degrees import least_degree
 from fineserve_sim.experiment.file.resolve import ResolvedModel, Setup
 from fineserve_sim.experiment.file.sources import lengths_key, model_rows, processes_of, recorded, source_named
-from fineserve_sim.experiment.run.kinds import own_gpus
+from fineserve_sim.experiment.run.alone import own_gpus
 from fineserve_sim.experiment.run.streams import stream
 
 _MEAN_SAMPLE = 200_000

@@ -11,8 +11,8 @@ from fineserve_traces import Requests, totals
 from fineserve_sim.cluster import Clients, Gpu, Scenario, ServedModel
 from fineserve_sim.experiment.file.degrees import least_degree
 from fineserve_sim.experiment.file.resolve import Overrides, Setup
+from fineserve_sim.experiment.run.alone import own_gpus
 from fineserve_sim.experiment.run.degrees import at_degrees
-from fineserve_sim.experiment.run.kinds import own_gpus
 from fineserve_sim.experiment.run.rates import expected_rates, has_clients, mean_lengths
 from fineserve_sim.experiment.run.workload import (
     ISOLATED_GAP_S,

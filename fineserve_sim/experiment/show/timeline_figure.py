@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from fineserve_sim.experiment.file.cells import matching
+from fineserve_sim.experiment.file.plan import matching
 from fineserve_sim.experiment.run.store import read_table
 from fineserve_sim.experiment.show.answer import limits_text
 from fineserve_sim.experiment.show.labels import axis_text, quantity

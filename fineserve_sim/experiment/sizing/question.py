@@ -11,8 +11,8 @@ from typing import Any
 from fineserve_sim.experiment.file.comparison import experiment_for_trace, model_entries
 from fineserve_sim.experiment.file.metric_names import overall
 from fineserve_sim.experiment.results.answer import DEFAULT_TARGETS, chosen_cell
-from fineserve_sim.experiment.results.resolved import write_resolved
 from fineserve_sim.experiment.results.summary import read_summary
+from fineserve_sim.experiment.results.writer import write_resolved
 from fineserve_sim.experiment.run.files import prepare
 from fineserve_sim.experiment.show.answer import lowered
 from fineserve_sim.experiment.show.labels import axis_text

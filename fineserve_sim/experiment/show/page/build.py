@@ -14,12 +14,11 @@ from typing import Any
 
 from fineserve_sim import __version__
 from fineserve_sim.experiment.file.document import read_yaml
-from fineserve_sim.experiment.results.answer import chosen_cell, side_by_side
+from fineserve_sim.experiment.results.answer import chosen_cell, place_of, side_by_side
 from fineserve_sim.experiment.results.summary import read_summary
 from fineserve_sim.experiment.run.files import atomic
 from fineserve_sim.experiment.show.page import sections
 from fineserve_sim.experiment.show.page.by_place import ByPlace, by_place
-from fineserve_sim.experiment.show.page.figures import sweep_figures, sweeps, system_looks
 from fineserve_sim.experiment.show.page.first import first_screen
 from fineserve_sim.experiment.show.page.html import Html, joined, tag
 from fineserve_sim.experiment.show.page.legend import legend
@@ -27,7 +26,7 @@ from fineserve_sim.experiment.show.page.overview import overview
 from fineserve_sim.experiment.show.page.places import Places, places_of
 from fineserve_sim.experiment.show.page.search import read_search, search_charts, search_looks, search_section
 from fineserve_sim.experiment.show.page.style import Looks, Spec
-from fineserve_sim.experiment.show.page.sweep_charts import Sweep
+from fineserve_sim.experiment.show.page.sweep_charts import Sweep, sweep_charts, sweep_of
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data: blob:"
 _FEW_CELLS = 12
@@ -238,3 +237,27 @@ def grid(figures: Mapping[str, Spec], sweep: str | None = None) -> Html:
         box = tag("div", class_="figure", data_figure=name, data_sweep=sweep, data_bare=True)
         boxes.append(tag("div", tag("h3", spec["layout"]["title"]["text"]), box))
     return tag("div", *boxes, class_="grid")
+
+
+def sweeps(summary: Mapping[str, Any]) -> list[Sweep]:
+    """The sweeps in the order of the file; as one where they have each system once, all at one place."""
+    cells = summary["cells"]
+    if side_by_side(cells):
+        return [sweep_of("systems", [{**cell, "axes": dict(place_of(cell))} for cell in cells])]
+    names = dict.fromkeys(cell["sweep"] for cell in cells)
+    return [sweep_of(name, [cell for cell in cells if cell["sweep"] == name]) for name in names]
+
+
+def system_looks(summary: Mapping[str, Any]) -> Looks:
+    return Looks(cell["system"] for cell in summary["cells"])
+
+
+def sweep_figures(folder: Path, summary: Mapping[str, Any]) -> dict[str, Spec]:
+    """Each sweep's figures as ``sweep/metric``, those that the experiment's own figures name among them."""
+    own = read_yaml(folder / "resolved.yaml").data.get("figures") or []
+    looks, found = system_looks(summary), {}
+    for sweep in sweeps(summary):
+        panels = [panel for entry in own if entry.get("sweep") == sweep.name for panel in entry["panels"]]
+        for metric, spec in sweep_charts(sweep, looks, panels).items():
+            found[f"{sweep.name}/{metric}"] = spec
+    return found

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from fineserve_sim.catalog import gpu, kv_token_bytes, model, precision
-from fineserve_sim.experiment.file.cells import Cell
+from fineserve_sim.experiment.file.plan import Cell
+from fineserve_sim.experiment.reproduce.curves import Step, order
 from fineserve_sim.experiment.reproduce.finished import Results, metric, quantity
 from fineserve_sim.experiment.reproduce.judge import Evaluation
-from fineserve_sim.experiment.reproduce.orders import Step, order
 from fineserve_sim.experiment.reproduce.registry import claim
 from fineserve_sim.experiment.results.stats import Estimate, difference, over_runs, ratio
 from fineserve_sim.experiment.run.run_data import RunData

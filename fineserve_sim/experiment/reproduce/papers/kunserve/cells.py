@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from fineserve_sim.experiment.file.cells import Cell
+from fineserve_sim.experiment.file.plan import Cell
 from fineserve_sim.experiment.reproduce.finished import Results
 from fineserve_sim.experiment.results.stats import Estimate, over_runs
 from fineserve_sim.experiment.run.run_data import Floats, RunData

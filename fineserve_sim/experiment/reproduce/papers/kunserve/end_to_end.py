@@ -10,6 +10,7 @@ from itertools import pairwise, product
 
 import numpy as np
 
+from fineserve_sim.experiment.reproduce.curves import Step, order
 from fineserve_sim.experiment.reproduce.finished import (
     Results,
     ends,
@@ -20,7 +21,6 @@ from fineserve_sim.experiment.reproduce.finished import (
     tokens_per_s,
 )
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity, holds
-from fineserve_sim.experiment.reproduce.orders import Step, order
 from fineserve_sim.experiment.reproduce.papers.kunserve.cells import (
     BASELINES,
     BURST_S,

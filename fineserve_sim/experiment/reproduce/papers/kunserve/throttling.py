@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 import numpy as np
 
 from fineserve_sim.catalog import kv_token_bytes, model, precision
+from fineserve_sim.experiment.reproduce.curves import Step, order
 from fineserve_sim.experiment.reproduce.finished import Results, metric, quantity
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity
-from fineserve_sim.experiment.reproduce.orders import Step, order
 from fineserve_sim.experiment.reproduce.papers.kunserve.cells import (
     BURST_S,
     SLO_SCALE,

@@ -6,11 +6,10 @@ import math
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
-from fineserve_sim.experiment.file.cells import Cell
-from fineserve_sim.experiment.reproduce.crossing import Crossing, crossing
+from fineserve_sim.experiment.file.plan import Cell
+from fineserve_sim.experiment.reproduce.curves import Crossing, Step, crossing, order
 from fineserve_sim.experiment.reproduce.finished import MissingError, Results, ends, metric, quantity
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity
-from fineserve_sim.experiment.reproduce.orders import Step, order
 from fineserve_sim.experiment.reproduce.registry import claim
 from fineserve_sim.experiment.results.stats import ratio
 

@@ -7,9 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 
+from fineserve_sim.experiment.reproduce.curves import Step, order
 from fineserve_sim.experiment.reproduce.finished import Results, percent_above, tokens_per_s
 from fineserve_sim.experiment.reproduce.judge import Evaluation, numbers
-from fineserve_sim.experiment.reproduce.orders import Step, order
 from fineserve_sim.experiment.reproduce.papers.prism.end_to_end import PRISM
 from fineserve_sim.experiment.reproduce.registry import claim
 from fineserve_sim.experiment.results.stats import Estimate, over_runs

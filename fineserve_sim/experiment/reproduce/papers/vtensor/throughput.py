@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from fineserve_sim.experiment.file.cells import Cell
+from fineserve_sim.experiment.file.plan import Cell
 from fineserve_sim.experiment.reproduce.finished import Results, metric, quantity
 from fineserve_sim.experiment.reproduce.judge import Evaluation, Quantity
 from fineserve_sim.experiment.reproduce.registry import claim
