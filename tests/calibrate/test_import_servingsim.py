@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 import yaml
 from fineserve_calibrate.cli import app
-from fineserve_calibrate.importers.servingsim import import_profiles
+from fineserve_calibrate.importers.servingsim import import_profiles, with_decodes
 from typer.testing import CliRunner
 
 from fineserve_sim.catalog import deployment, gpu, model, precision
@@ -86,6 +86,24 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     (write_profile(tmp_path) / FOLDER / "tp1/attention.csv").unlink()
     with pytest.raises(TableError, match=r"bf16/tp1/attention\.csv: not there"):
         import_profiles(tmp_path, "rtx-4090")
+
+
+def test_decodes_take_the_place_of_a_kernel_called_alone(tmp_path: Path) -> None:
+    """At the points that both have, 16 decodes of 1,024 tokens among them; beyond them, and prompts and products, stay."""
+    root = write_profile(tmp_path)
+    meta = root / FOLDER / "meta.yaml"
+    meta.write_text(meta.read_text(encoding="utf-8") + "tp_degrees: [1]\n", encoding="utf-8")
+    whole = shipped("rtx-4090")
+    made = with_decodes(root, whole)
+    name = "decode_attention/bfloat16/128"
+    kept = [
+        np.array_equal(grid.latency_s, whole.grids[key].latency_s, equal_nan=True) for key, grid in made.grids.items()
+    ]
+    assert [key for key, same in zip(made.grids, kept, strict=True) if not same] == [name]
+    axes, before, after = whole.grids[name].axes, whole.grids[name].latency_s, made.grids[name].latency_s
+    place = 0, axes["batch"].tolist().index(16), axes["context"].tolist().index(1024)
+    assert after[place] == pytest.approx((8 + 4096 * 16 * 1024 / 1.008e6) * 1e-6, rel=1e-3) != before[place]
+    assert (after != before).sum() == 9 and "; 9 points: " in made.fingerprint["decode_attention/all source"]
 
 
 @needs_published

@@ -170,6 +170,8 @@ def with_decodes(path: Path, tables: TableSet) -> TableSet:
     sources = [tables.fingerprint[f"{key} source"]]
     for profile in _each_degree(path, spec):
         name = f"{DECODES}/{profile.model.head_dim}"
+        if name not in grids:
+            continue
         grids[name], points = _profiled(grids[name], profile)
         sources.append(f"{points} points: {profile.fingerprint.source} (vllm {profile.meta['vllm_version']})")
     origin = {
