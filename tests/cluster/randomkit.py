@@ -29,7 +29,7 @@ Options = dict[str, Any]
 
 FORMATS = [("llama-3.2-1b", "fp16"), ("llama-3.2-1b", "fp8"), ("llama-3.1-8b", "qoq"), ("llama-3.1-8b", "awq")]
 LULL_S = 30.0
-MAY_WAIT = ("prism", "qlm", "requeue", "failing", "drifting", "timetable", "offloading", "drafting")
+MAY_WAIT = ("prism", "qlm", "requeue", "failing", "drifting", "timetable", "offloading", "drafting", "tiled")
 """Kinds in which a model may find no room, and its requests wait for ever."""
 
 
