@@ -133,7 +133,7 @@ def test_blocks_have_one_name_where_prompts_begin_alike(tmp_path: Path) -> None:
 
 def test_a_workload_of_other_requests_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        LayoutError, match=r"small\.jsonl\.gz: its prompts are not as long as those of the run's requests"
+        LayoutError, match=r"small\.jsonl\.gz: expected prompts as long as the requests of the run record"
     ):
         read_set(_write(tmp_path, META, prompts=PROMPTS[::-1]), by_tables)
     path = _write(tmp_path, META)
@@ -166,6 +166,16 @@ def means_off(run: str, make_step: StepFactory) -> list[float]:
 LIMITS = (3, 4, 10)
 
 
+def known_blocks(load: OpenLoop) -> int:
+    """Blocks with which prompts begin as an earlier one does."""
+    seen: set[int] = set()
+    found = 0
+    for names in load.blocks or ():
+        found += len(seen.intersection(names))
+        seen.update(names)
+    return found
+
+
 @needs_runs
 @pytest.mark.parametrize(
     ("run", "off"),
@@ -176,6 +186,11 @@ LIMITS = (3, 4, 10)
 )
 def test_runs_on_one_gpu_are_predicted_by_its_tables(run: str, off: list[float]) -> None:
     """One with its KV full nearly all the time, one with all slots taken."""
+    (case,) = read_set(BENCH / f"{run}_requests.jsonl.gz", by_tables).cases
+    assert isinstance(case.load, OpenLoop) and case.load.blocks is not None
+    assert 16 * known_blocks(case.load) / case.load.prompt_tokens.sum() == pytest.approx(
+        0.076, abs=0.001
+    )  # docs/fidelity.md
     found = means_off(run, by_tables)
     assert found == pytest.approx(off, abs=0.1)  # docs/fidelity.md
     assert all(abs(part) <= limit for part, limit in zip(found, LIMITS, strict=True))

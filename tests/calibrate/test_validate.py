@@ -844,6 +844,8 @@ def means_off(path: Path) -> tuple[float, float]:
         ("w5_sweep_agg12", 0.15, 0.06),
         ("w7_sweep_agg6", 0.15, 0.06),
         *((f"w7_sweep_agg{rate}", 0.15, 0.06) for rate in (12, 18, 24)),
+        ("w5_sweep_agg18", 0.15, 0.245),  # docs/fidelity.md: 24 and 32 %
+        ("w5_sweep_agg24", 0.325, 0.06),
         ("w5_sweep_agg30", 0.15, 0.06),
     ],
 )

@@ -77,7 +77,7 @@ def engine_on(gpu_name: str, by: str) -> StepModel:
 
 
 @needs_profiles
-@pytest.mark.parametrize(("gpu_name", "within"), [("rtx-4090", 0.13), ("rtx-pro-6000-server", 0.09)])
+@pytest.mark.parametrize(("gpu_name", "within"), [("rtx-4090", 0.11), ("rtx-pro-6000-server", 0.09)])
 def test_mixed_batches_take_as_long_as_measured(gpu_name: str, within: float) -> None:
     """One layer, 8 to 128 decodes of 256 to 1,024 tokens beside a chunk of 64 to 2,048 tokens: the mean error."""
     rows = profile(gpu_name, "attention")
@@ -92,7 +92,8 @@ def test_mixed_batches_take_as_long_as_measured(gpu_name: str, within: float) ->
             parts = step.attention_s(decodes, (context - 1) * decodes, tokens, pairs, behind)
             found.append(sum(parts) / step.model.layers * 1e6 / measured_us - 1)
         off.append(float(np.abs(found).mean()))
-    assert len(rows) > 300 and off[1] < within and off[0] > 2.5 * within
+    assert len(rows) > 300 and off[0] > 2.5 * off[1]
+    assert off[1] == pytest.approx(within, abs=0.005)  # docs/fidelity.md
 
 
 @needs_profiles

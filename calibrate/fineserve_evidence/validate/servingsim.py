@@ -136,7 +136,7 @@ def _prompts(workload: Path, lengths: Mapping[str, int]) -> list[list[int]]:
     except (OSError, ValueError, LookupError, TypeError) as problem:
         raise LayoutError(f"{workload}: expected JSON lines with input_tok_ids, one a request ({problem})") from None
     if [*map(len, found)] != [*lengths.values()]:
-        raise LayoutError(f"{workload}: its prompts are not as long as those of the run's requests")
+        raise LayoutError(f"{workload}: expected prompts as long as the requests of the run record")
     return found
 
 

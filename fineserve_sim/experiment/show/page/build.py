@@ -249,11 +249,12 @@ def sweeps(summary: Mapping[str, Any]) -> list[Sweep]:
 
 
 def system_looks(summary: Mapping[str, Any]) -> Looks:
+    """The colours, dashes and symbols of the systems of a folder."""
     return Looks(cell["system"] for cell in summary["cells"])
 
 
 def sweep_figures(folder: Path, summary: Mapping[str, Any]) -> dict[str, Spec]:
-    """Each sweep's figures as ``sweep/metric``, those that the experiment's own figures name among them."""
+    """Each sweep's figures as ``sweep/metric``, with the metrics that the experiment's own figures name."""
     own = read_yaml(folder / "resolved.yaml").data.get("figures") or []
     looks, found = system_looks(summary), {}
     for sweep in sweeps(summary):
