@@ -81,6 +81,7 @@ class ModelSpec(Spec):
     ``bias``: on no linear layer, on Q, K and V, on those and the output of attention, or on all layers and norms.
     ``output_gate``: queries come with a gate as wide. ``norms``: of one layer. ``other_parameters``: a vision tower, 16-bit.
     ``norm_across_heads``: Q and K are normed over all heads, which takes a TP group a collective more.
+    ``float32_router``: engines compute its router in 32 bits.
     ``checkpoint``: the precision in which its makers publish it.
     """
 
@@ -102,6 +103,7 @@ class ModelSpec(Spec):
     sinks: bool = False
     output_gate: bool = False
     norm_across_heads: bool = False
+    float32_router: bool = False
     other_parameters: int = Field(default=0, ge=0)
     experts: Experts | None = None
     window: Window | None = None

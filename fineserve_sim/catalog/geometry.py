@@ -37,11 +37,12 @@ class Linear(NamedTuple):
 
 
 class Product(NamedTuple):
-    """A matrix product that ``layers`` layers have; ``plain``: in 16 bits in every precision."""
+    """A matrix product that ``layers`` layers have; ``plain``: in 16 bits in every precision, or in 32 (``float32``)."""
 
     shape: Linear
     layers: int
     plain: bool = False
+    float32: bool = False
 
 
 def check_tp(model: ModelSpec, tp: int) -> None:
@@ -82,7 +83,8 @@ def products(model: ModelSpec, tp: int) -> dict[str, Product]:
     for mlp in mlp_layers(model):
         beside = "shared_" if mlp.experts else ""
         if mlp.experts:
-            found["router"] = Product(Linear(model.hidden_size, mlp.experts.count), mlp.layers, plain=True)
+            router = Linear(model.hidden_size, mlp.experts.count)
+            found["router"] = Product(router, mlp.layers, plain=True, float32=model.float32_router)
         if mlp.width:
             width = mlp.width // tp
             gate_up = Linear(model.hidden_size, width * (2 if model.gated_mlp else 1))
@@ -222,6 +224,9 @@ def weight_bytes(model: ModelSpec, precision: PrecisionSpec, tp: int) -> int:
     linear, plain = (_product_weights(model, tp, plain) for plain in (False, True))
     narrow, wide = (linear, 0) if precision.scope == "linears" else (0, linear)
     quantised = (narrow + _expert_weights(model, tp, precision)) * precision.effective_weight_bits / 8
+    plain += sum(
+        one.layers * one.shape.weights for one in products(model, tp).values() if one.float32
+    )  # twice as many bytes
     outer = wide + plain + _extras(model, tp) + _outer_parameters(model, tp)
     return math.ceil(quantised) + outer * BYTES_16BIT + _draft_bytes(model, tp)
 

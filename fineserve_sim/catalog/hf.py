@@ -34,7 +34,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "kimi_k2": {},
     "glm4_moe": {},
     "glm_moe_dsa": {},
-    "minimax_m2": {"qk_norm": True, "norm_across_heads": True},
+    "minimax_m2": {"qk_norm": True, "norm_across_heads": True, "float32_router": True},
     "llama4": {},
     "gemma2": {"norms": 4, "tied_embeddings": True},
     "gemma3": {"norms": 4, "qk_norm": True, "tied_embeddings": True},

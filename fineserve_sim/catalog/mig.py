@@ -39,7 +39,7 @@ def _slice(whole: GpuSpec, table: MigGpu, profile: str) -> GpuSpec:
     profile = table.named(profile)
     compute, bandwidth = table.fractions(profile)
     part = table.profiles[profile]
-    peaks = ("bf16_flops_per_s", "fp8_flops_per_s", "int8_flops_per_s", "fp4_flops_per_s")
+    peaks = ("bf16_flops_per_s", "fp32_flops_per_s", "fp8_flops_per_s", "int8_flops_per_s", "fp4_flops_per_s")
     cut = {name: peak * compute for name in peaks if (peak := getattr(whole, name)) is not None}
     cut |= {
         "name": f"{whole.name} {profile}",

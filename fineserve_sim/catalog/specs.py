@@ -31,6 +31,7 @@ class Quantity(Spec):
 class GpuSpec(Spec):
     """One GPU type by its data sheet: dense peaks, nominal memory, link rates per direction (0: no NVLink).
 
+    ``fp32_flops_per_s``: of its CUDA cores; None: a sixteenth of the BF16 peak, as of an A100.
     ``mma_part``: of the BF16 peak that the instructions of earlier generations reach (mma.sync), on which Marlin is built.
     ``tiling_sms``: its SMs, where vLLM's attention on it is FlashAttention 2.
     ``whole``: the GPU type of which it is a slice by MIG. ``tables_from``: the GPU type whose measured tables are scaled to it.
@@ -40,6 +41,7 @@ class GpuSpec(Spec):
     memory_gib: float = Field(gt=0)
     memory_bytes_per_s: float = Field(gt=0)
     bf16_flops_per_s: float = Field(gt=0)
+    fp32_flops_per_s: float | None = Field(default=None, gt=0)
     fp8_flops_per_s: float | None = None
     int8_flops_per_s: float | None = None
     fp4_flops_per_s: float | None = None
@@ -61,6 +63,11 @@ class GpuSpec(Spec):
     def peer_bytes_per_s(self) -> float:
         """Link to the other GPUs of the node: NVLink, else PCIe."""
         return self.nvlink_bytes_per_s or self.pcie_bytes_per_s
+
+    @property
+    def cuda_core_flops_per_s(self) -> float:
+        """Peak of products in 32 bits."""
+        return self.fp32_flops_per_s or self.bf16_flops_per_s / 16
 
     def peak_flops_per_s(self, core: TensorCore) -> float:
         """Dense peak of one tensor-core type. Raises ValueError when the GPU has none."""

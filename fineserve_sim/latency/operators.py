@@ -35,7 +35,7 @@ from fineserve_sim.catalog import (
 from fineserve_sim.catalog.architecture import AttentionLayers
 from fineserve_sim.latency import experts
 from fineserve_sim.latency.attention import Attention, RooflineAttention
-from fineserve_sim.latency.cost import Cost, Floats, rate_code
+from fineserve_sim.latency.cost import ASSUMED, Cost, Floats, rate_code
 from fineserve_sim.latency.layered_attention import COPIES, Behind, Chosen, PerSequence, Summed, Windowed
 from fineserve_sim.latency.rates import Provenance, Rates, resolve
 from fineserve_sim.latency.tables import PiecewiseLinear
@@ -48,6 +48,12 @@ SPARSE_HEADS = (64, 128)
 """Heads that FlashMLA's sparse kernel computes at least: on Hopper, and on Blackwell."""
 GROUP_COSTS = ("experts", "exchange")
 """What depends on the tokens of all data-parallel ranks together."""
+INPUT_S = 10.3e-9
+"""Seconds that a product in 32 bits takes for each input, beside its FLOPs: a tile adds up one input after another. Measured
+with cuBLAS on a GB200, 6,144 inputs to 256 outputs, 32 to 128 rows (vLLM pull request 47973). There, 256 to 1,024 rows come
+out within 15 %."""
+FEW_ROWS, FEW_ROWS_INPUT_S = 16, 3.2e-9
+"""Up to so many rows cuBLAS splits the inputs over SMs: the mean of 4, 8 and 16 rows there."""
 LINEARS = ("qkv", "o", "gate_up", "down")
 """The matrix products of a layer, as ``linears`` names them."""
 
@@ -60,6 +66,13 @@ def _gemm(kernel: GemmKernel, shape: Linear, rows: Floats, weight_bits: float, a
     memory_s = (rows * row_bytes + weights * weight_bits / 8) / kernel.bytes_per_s.value
     source = np.where(compute_s > memory_s, rate_code(kernel.flops_per_s), rate_code(kernel.bytes_per_s))
     return Cost(kernel.launch_s.value + np.maximum(compute_s, memory_s), compute_s, memory_s, source)
+
+
+def float32_product(shape: Linear, rows: Floats, flops_per_s: float) -> Cost:
+    """A linear layer in 32 bits on ``rows`` rows, by cuBLAS on CUDA cores with this peak."""
+    compute_s = rows * (2.0 * shape.inputs * shape.outputs / flops_per_s)
+    depth_s = shape.inputs * np.where(rows <= FEW_ROWS, FEW_ROWS_INPUT_S, INPUT_S)
+    return Cost(depth_s + compute_s, compute_s, np.zeros_like(rows), np.full(rows.shape, ASSUMED))
 
 
 def _stream(kernel: StreamKernel, row_elements: int, rows: Floats) -> Cost:
@@ -277,8 +290,15 @@ class Operators:
         for name, one in products(self.model, self.tp).items():
             plain = one.plain or self.precision.scope == "experts"
             kernel, bits = (self.rates.lm_head, (16, 16)) if plain else (self.rates.gemm, quantised)
-            costs[name] = _gemm(kernel, one.shape, tokens, *bits).times(one.layers)
+            cost = self._float32(one.shape, tokens) if one.float32 else _gemm(kernel, one.shape, tokens, *bits)
+            costs[name] = cost.times(one.layers)
         return costs
+
+    def _float32(self, shape: Linear, tokens: Floats) -> Cost:
+        """A product in 32 bits, behind a kernel that widens its input."""
+        product = float32_product(shape, tokens, self.gpu.cuda_core_flops_per_s)
+        widened = _stream(self.rates.activation, 3 * shape.inputs, tokens)
+        return product._replace(seconds=product.seconds + widened.seconds, memory_s=widened.memory_s)
 
     def _experts(self, tokens: Floats) -> dict[str, Cost]:
         """The experts of all layers, where there are any."""

@@ -117,7 +117,7 @@ class TableOperators(Operators):
         if f"gemm/{self._gemm}" not in self.tables.grids:
             return {}
         found = products(self.model, self.tp)
-        return {name: self._product(*self._format_of(one), one.shape) for name, one in found.items()}
+        return {name: self._product(*self._format_of(one), one.shape) for name, one in found.items() if not one.float32}
 
     def _format_of(self, product: Product) -> tuple[str, str | None]:
         """Its table, and what is unpacked in its kernel."""

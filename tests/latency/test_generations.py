@@ -11,10 +11,22 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fineserve_sim.catalog import deployment, expert_work, gpu, model, padded, precision
+from fineserve_sim.catalog import (
+    Linear,
+    deployment,
+    expert_work,
+    gpu,
+    model,
+    padded,
+    parameters,
+    precision,
+    weight_bytes,
+)
 from fineserve_sim.latency import StepModel, measured_on
 from fineserve_sim.latency.attention import IDLE_TILE_S, TAIL_SMS, TILE_ROWS, WAVE_TILES
+from fineserve_sim.latency.operators import FEW_ROWS, float32_product
 from fineserve_sim.latency.rates import FUSED_REACHES, compiled, resolve
+from fineserve_sim.latency.tables import shipped
 from tests.latency.stepkit import chunk, engine, part_s
 
 PROFILES = Path(__file__).parents[3] / "shared" / "data" / "fleets" / "llmservingsim_bench" / "profiler_tables.tar.gz"
@@ -159,3 +171,50 @@ def test_padded_experts_take_longer_by_their_weights() -> None:
         8192 * work.active * 2 * 3 * 3072 * 2944 / resolve(step.gpu, step.precision, 1, True).experts.flops_per_s.value
     )  # type: ignore[union-attr]
     assert found.compute_s[0] == pytest.approx(work.layers * flops_s)
+
+
+CUBLAS_GB200_US = {
+    4: 20.2,
+    8: 16.7,
+    16: 22.3,
+    32: 63.2,
+    48: 63.4,
+    64: 63.3,
+    96: 64.1,
+    128: 69.3,
+    256: 77.8,
+    512: 96.8,
+    1024: 111,
+}
+"""Microseconds of a product in 32 bits, 6,144 to 256, by rows, on a GB200; vLLM pull request 47973."""
+GB200_FLOPS_PER_S = 80e12
+"""Of its CUDA cores (NVIDIA's data sheet of the GB200 NVL72, divided by 72)."""
+
+
+def test_products_in_32_bits_take_the_depth_of_their_inputs_and_the_flops_of_cuda_cores() -> None:
+    rows, measured_us = (
+        np.array(list(found), dtype=np.float64) for found in zip(*CUBLAS_GB200_US.items(), strict=True)
+    )
+    found_us = float32_product(Linear(6144, 256), rows, GB200_FLOPS_PER_S).seconds * 1e6
+    assert found_us == pytest.approx(measured_us, rel=0.2)
+    assert found_us[rows > FEW_ROWS] == pytest.approx(measured_us[rows > FEW_ROWS], rel=0.15)
+
+
+def test_a_router_in_32_bits_is_not_looked_up_among_products_in_16() -> None:
+    wide = model("minimax-m2.5")
+    narrow = wide.model_copy(update={"float32_router": False})
+    rows, of_engine = (
+        np.array([8.0, 64.0, 8192.0]),
+        (precision("W8A8-block"), 8, gpu("h200-sxm"), deployment("vllm-0.16")),
+    )
+    steps = [StepModel(found, *of_engine, shipped()) for found in (narrow, wide)]
+    theirs, ours = (step.operators.by_tokens(rows)["router"].seconds / wide.layers for step in steps)
+    assert (ours > 2 * theirs).all() and ours[-1] == pytest.approx(2 * 8192 * 3072 * 256 / 67e12, rel=0.4)
+
+
+def test_weights_of_a_router_in_32_bits_take_twice_the_bytes() -> None:
+    wide = model("minimax-m2.5")
+    narrow = wide.model_copy(update={"float32_router": False})
+    more_bytes = [weight_bytes(one, precision("W8A8-block"), 4) for one in (wide, narrow)]
+    assert more_bytes[0] - more_bytes[1] == 62 * 3072 * 256 * 2
+    assert parameters(wide) == parameters(narrow)
