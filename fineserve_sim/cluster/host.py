@@ -272,6 +272,7 @@ class Cluster(EngineHost):
             if self._domain_of[other] is not settled:
                 self._domain_of[other].settle(now, self.order)
             neighbour.executor.rescale(now, self.contention.slowdowns[other])
+            self.touch(neighbour)  # its next boundary has moved
             self.ask_again(neighbour, now)
 
     def steps_that_fit(self, engine: Engine, decodes: Decodes, most: int) -> int:

@@ -15,6 +15,7 @@ from fineserve_sim.cluster.compose.facts import demands_of
 from fineserve_sim.cluster.compose.groups import check_groups, compose_groups
 from fineserve_sim.cluster.compose.models import compose, compose_fleet
 from fineserve_sim.cluster.compose.place import Placed, check_ranks, place
+from fineserve_sim.cluster.compose.roles import compose_roles
 from fineserve_sim.cluster.run import Run
 from fineserve_sim.cluster.scenario import EndedRequests, RunResult, Scenario, ScenarioError, Timeline
 from fineserve_sim.systems.spec import ClairvoyantSpec
@@ -74,7 +75,7 @@ def prepare(scenario: Scenario, placed: Placed | None = None, joined: Joined | N
     check_ranks(scenario)
     if scenario.system.dispatch is not None:
         check_groups(scenario)
-        build = compose_groups
+        build = compose_groups if len(scenario.models) == 1 else compose_roles
     else:
         build = compose if scenario.system.residency is None else compose_fleet
     placed = placed or place(scenario, demands_of(scenario))

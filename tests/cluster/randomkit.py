@@ -284,10 +284,36 @@ def llumnix(random: Random) -> Scenario:
 
 def roles(random: Random) -> Scenario:
     """Some instances prefill, the others decode."""
+    split = _split(random)
+    return _groups(random, "distserve", {"dispatch": random.choice(DISPATCH), "roles": split})
+
+
+def _split(random: Random) -> Options:
     prefill, decode = random.choice([(1, 1), (1, 3), (3, 1), (2, 5)])
     split: Options = {"policy": "disaggregated", "prefill": prefill, "decode": decode}
-    split |= {"setup_s": random.choice([0.0, 0.0004, 0.02]), "first_token": random.choice(["prefill", "decode"])}
-    return _groups(random, "distserve", {"dispatch": random.choice(DISPATCH), "roles": split})
+    return split | {"setup_s": random.choice([0.0, 0.0004, 0.02]), "first_token": random.choice(["prefill", "decode"])}
+
+
+def beside(random: Random) -> Scenario:
+    """Several models on GPUs that they share: some prefill on one and decode on another, or on the same; some do both."""
+    scenario = static(random)
+    models, number, least = scenario.models, len(scenario.gpus), 2 if len(scenario.models) == 1 else 1
+    groups: dict[str, list[range]] = {}
+    hosted: dict[int, list[ServedModel]] = {gpu: [] for gpu in range(number)}
+    for model in models:
+        candidates = [range(first, first + model.tp) for first in range(0, number - model.tp + 1, model.tp)]
+        groups[model.id] = random.choices(candidates, k=random.randint(least, 3))
+        for gpu in (gpu for group in groups[model.id] for gpu in group):
+            hosted[gpu].append(model)
+    fullest = max(hosted.values(), key=lambda here: fixed_bytes(here, scenario.engine))
+    pool_bytes = random.choice([300, 600, 1500]) * max(geometry(m, scenario.engine).token_bytes for m in models)
+    settings = with_usable_bytes(fixed_bytes(fullest, scenario.engine) + pool_bytes, scenario.engine)
+    axes: Options = {"placement": pinned(groups), "memory": PRIVATE | {"split": random.choice(["equal", "footprint"])}}
+    axes |= {"dispatch": random.choice(DISPATCH), "roles": _split(random), "sharing": scenario.system.sharing}
+    network = random.choice([1e8, 25e9])
+    gpus = tuple(replace(gpu, node=gpu.id // 2, network_bytes_per_s=network) for gpu in _gpus(number))
+    plain = replace(scenario.trace, prefix_hashes=None, prefix_block_tokens=None, prefix_tokens=None)
+    return replace(scenario, system=_spec(**axes), engine=settings, trace=plain, gpus=gpus)
 
 
 def pipelines(random: Random) -> Scenario:
@@ -504,6 +530,7 @@ KINDS: dict[str, Callable[[Random], Scenario]] = {
         swap,
         llumnix,
         roles,
+        beside,
         pipelines,
         kunserve,
         offloading,

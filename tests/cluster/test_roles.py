@@ -166,3 +166,9 @@ def test_the_setup_and_a_rate_give_measured_transfers() -> None:
     measured_s = np.array([float(row["value"]) / 1e3 for row in rows])
     predicted_s = 0.0004 + tokens * token_bytes / (8 * 18.5e9)
     assert np.abs(predicted_s / measured_s - 1)[1::2].max() < 0.1
+
+
+def test_a_prompt_of_one_token_waits_for_a_slot_where_it_decodes() -> None:
+    """It comes without KV: with vLLM's connector, its only token is computed again there."""
+    one = cluster("vllm-pd", burst(3, 1, 30, 1e-4), instances=2, settings=EngineSettings(max_sequences=1))
+    assert (simulate(one).fate == Fate.FINISHED).all()

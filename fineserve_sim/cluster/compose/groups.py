@@ -109,7 +109,7 @@ def check_groups(scenario: Scenario) -> None:
     pipelines = _execution(scenario).stages > 1 or system.drop is not None
     problem = None
     others = pipelines or swaps or caches_prefixes(memory) or system.migration is not None or system.scaling is not None
-    if len(scenario.models) != 1:
+    if len(scenario.models) != 1 and system.roles is None:
         raise ScenarioError(f"system {system.name} serves one model; the cluster has {len(scenario.models)}")
     if not isinstance(system.scheduler, specs.FcfsSpec):
         problem = f"a system with dispatch schedules by fcfs, not {system.scheduler.policy}"
@@ -125,6 +125,8 @@ def check_groups(scenario: Scenario) -> None:
         problem = "engine.kv_offloading is for instances alone, not for pipelines"
     elif scenario.engine.batching != "vllm" and (swaps or pipelines):
         problem = "engine.batching sglang is for engines on one instance each, without swap memory"
+    elif scenario.faults and len(scenario.models) != 1:
+        problem = "faults are for clusters of one model"
     if problem:
         raise ScenarioError(f"system {system.name}: {problem}")
 

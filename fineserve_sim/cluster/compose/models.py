@@ -300,6 +300,11 @@ class Builder:
         kernel = legacy_kernel(self._scenario.system.memory)
         return step_model(served, gpu, settings, kernel, copied_s(served, self._scenario))
 
+    def token_bytes(self, model: str) -> int:
+        """KV bytes of a token over all GPUs of an engine."""
+        served = self.served[model]
+        return geometry(served, self._scenario.engine).token_bytes * served.tp
+
     def parts(self, cluster: Cluster, columns: Sequence[Column], kv_capacity_bytes: tuple[int, ...]) -> Parts:
         sampler = EngineSampler(columns, [self.managers[gpu] for gpu in sorted(self.managers)])
         return Parts(cluster, sampler, kv_capacity_bytes, self.placement)

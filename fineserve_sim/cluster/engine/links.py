@@ -93,12 +93,14 @@ class Link:
 
 
 class GpuLinks(NamedTuple):
-    """The links of some GPUs taken together: to other nodes, to GPUs of the same node, and to and from host memory."""
+    """The links of some GPUs taken together: to other nodes, to GPUs of the same node, to and from host memory, and from one
+    place of their own memory to another."""
 
     network: Link
     node: Link
     to_host: Link
     from_host: Link
+    own: Link
 
 
 class Links:
@@ -115,13 +117,17 @@ class Links:
             ranks = [self._gpus[gpu] for gpu in gpus]
             host = self._host_bytes_per_s or min(rank.spec.pcie_bytes_per_s for rank in ranks)
             network = min(rank.network_bytes_per_s for rank in ranks)
-            rates = (network, min(rank.spec.peer_bytes_per_s for rank in ranks), host, host)  # as the fields
+            own = min(rank.spec.memory_bytes_per_s for rank in ranks) / 2  # a copy reads and writes
+            rates = (network, min(rank.spec.peer_bytes_per_s for rank in ranks), host, host, own)  # as the fields
             first = 1 + min(gpus) * len(rates)
             made = [Link(self._clock, rate * len(gpus), first + kind) for kind, rate in enumerate(rates)]
             self._made[gpus] = GpuLinks(*made)
         return self._made[gpus]
 
     def between(self, sender: tuple[int, ...], receiver: tuple[int, ...]) -> Link:
-        """The link from some GPUs to others: inside the node, or the network."""
+        """The link from some GPUs to others: inside the node, or the network. From GPUs to themselves, a copy in their
+        memory."""
         links = self.of(sender)
+        if sender == receiver:
+            return links.own
         return links.node if self._gpus[sender[0]].node == self._gpus[receiver[0]].node else links.network

@@ -14,7 +14,7 @@ from fineserve_sim.cluster.engine.links import WEIGHTS, Transfer
 from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.sequence import SequenceState
 from fineserve_sim.cluster.engine.tp_group import TpGroup
-from fineserve_sim.cluster.fleet.migrate import Migrations
+from fineserve_sim.cluster.fleet.migrate import Home, Migrations
 from fineserve_sim.cluster.fleet.regroup import EngineMaker, Layout, Regrouping, TransferRules
 from fineserve_sim.cluster.host import TIMER, Cluster, Fleet
 from fineserve_sim.cluster.scenario import Left
@@ -44,7 +44,7 @@ class Instances(Fleet):
     ) -> None:
         self.cluster = cluster
         self.regrouping = Regrouping(cluster, instances, make, rules)
-        self.migrations = Migrations(cluster, instances, setup_s)
+        self.migrations = Migrations(cluster, self._home_of, setup_s)
         self._instances = instances
         self._spares = set(instances[len(instances) - spares :])
         self._start_s, self._migrates = start_s, migrates
@@ -65,6 +65,10 @@ class Instances(Fleet):
             for number, layers in layout.items():
                 self._instances[number].load(frozenset(layers))
         self.regrouping.create(layouts)
+
+    def _home_of(self, engine: Engine) -> Home:
+        instance = self._instances[engine.columns[0]]
+        return Home(instance.gpus, instance.sizes.layers * instance.sizes.token_layer_bytes)
 
     def freed(self, engine: Engine, now: float) -> None:
         self.migrations.take_in(engine, now)

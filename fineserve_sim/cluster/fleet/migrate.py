@@ -14,14 +14,14 @@ ones.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.links import KV
 from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.sequence import Lane, SequenceState
-from fineserve_sim.cluster.engine.tp_group import TpGroup
 from fineserve_sim.cluster.host import TIMER, Cluster
 from fineserve_sim.cluster.scenario import Left
 from fineserve_sim.policy.commands import Migrate
@@ -37,12 +37,19 @@ class _Move:
     reserved_blocks: int
 
 
+class Home(NamedTuple):
+    """The GPUs of an engine, and the KV bytes of a token over all of them."""
+
+    gpus: tuple[int, ...]
+    token_bytes: float
+
+
 class Migrations:
     """Carries out ``Migrate`` between engines of one lane and counted blocks. ``moved`` counts the moves that succeeded.
-    ``setup_s``: seconds that handing a sequence over takes beside its bytes."""
+    ``home_of`` an engine. ``setup_s``: seconds that handing a sequence over takes beside its bytes."""
 
-    def __init__(self, cluster: Cluster, instances: Sequence[TpGroup], setup_s: float = 0.0) -> None:
-        self._cluster, self._instances, self._setup_s = cluster, instances, setup_s
+    def __init__(self, cluster: Cluster, home_of: Callable[[Engine], Home], setup_s: float = 0.0) -> None:
+        self._cluster, self._home_of, self._setup_s = cluster, home_of, setup_s
         self._moves: dict[SequenceState, _Move] = {}
         self._due: dict[int, deque[_Move]] = defaultdict(deque)  # handed over, by the engine that has no room yet
         self.moved = 0
@@ -105,7 +112,8 @@ class Migrations:
         self._cluster.at(now + self._setup_s, TIMER, ready)
 
     def _blocks(self, move: _Move) -> int:
-        return move.destination.kv.blocks_for(move.sequence.cached_tokens)
+        """Blocks for a sequence that is handed over: one at least, for the token that it computes next."""
+        return max(1, move.destination.kv.blocks_for(move.sequence.cached_tokens))
 
     def _copied(self, move: _Move, now: float) -> None:
         (lane,) = move.source.lanes
@@ -194,8 +202,8 @@ class Migrations:
         self._cluster.touch(engine)
 
     def _copy(self, move: _Move, tokens: int, then: Callable[[_Move, float], None]) -> None:
-        source, destination = (self._instances[engine.columns[0]] for engine in (move.source, move.destination))
-        bytes = round(tokens * source.sizes.layers * source.sizes.token_layer_bytes)
+        source, destination = self._home_of(move.source), self._home_of(move.destination)
+        bytes = round(tokens * source.token_bytes)
 
         def arrived(now: float) -> None:
             if self._moves.get(move.sequence) is move:  # else its source or destination is lost

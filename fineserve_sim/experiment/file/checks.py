@@ -52,7 +52,7 @@ def _check_systems(document: Document, file: schema.ExperimentFile, setup: Setup
     _check_shares(document, ("cluster", "sharing"), [gpu.sharing for gpu in setup.gpus], ids)
     for index, item in enumerate(file.systems):
         system = setup.systems[item if isinstance(item, str) else item.name]
-        if system.dispatch is not None and len(ids) > 1:
+        if system.dispatch is not None and system.roles is None and len(ids) > 1:
             raise document.error(("systems", index), f"{system.name} serves one model; models has {len(ids)}")
         _check_shares(document, ("systems", index, "sharing"), [system.sharing], ids)
 

@@ -128,10 +128,7 @@ class GroupController(Controller):
 
     def _promise(self, id: int, tokens: int) -> None:
         """Add a dispatched prompt to the load of an engine, until the controller is told that load again."""
-        load = self._engines[id].load
-        blocks = -(-tokens // self._model.block_tokens) + 1
-        queued_blocks, head_blocks = load.queued_blocks + blocks, load.head_blocks or blocks
-        self._note({id: load._replace(queued_blocks=queued_blocks, head_blocks=head_blocks)})
+        self._note({id: self._engines[id].promised(tokens, self._model.block_tokens)})
 
     def _able(self, router: DispatchPolicy, tokens: int) -> Iterator[GroupEngine]:
         """The engines of this router that can hold so many tokens and more."""

@@ -68,6 +68,12 @@ class GroupEngine:
     def takes_requests(self) -> bool:
         return self.phase is Phase.SERVING or self.phase is Phase.RESTORING
 
+    def promised(self, tokens: int, block_tokens: int) -> EngineLoad:
+        """Its load with one more prompt of so many tokens in its queue."""
+        blocks = -(-tokens // block_tokens) + 1
+        queued_blocks, head_blocks = self.load.queued_blocks + blocks, self.load.head_blocks or blocks
+        return self.load._replace(queued_blocks=queued_blocks, head_blocks=head_blocks)
+
 
 class RoundRobin:
     """Engines in turn, as a plain load balancer in front of independent engines does."""

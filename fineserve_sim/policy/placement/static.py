@@ -48,7 +48,8 @@ class ReplicasPlacement:
     def place(self, models: Sequence[ModelDemand], gpus: Sequence[GpuSlot]) -> Placement:
         """Raises ValueError unless there is exactly one model."""
         if len(models) != 1:
-            raise ValueError(f"replicas of one model fill the cluster, but there are {[model.id for model in models]}")
+            there = [model.id for model in models]
+            raise ValueError(f"replicas of one model fill the cluster, but there are {there}; take placement pinned")
         ledger, (model,) = MemoryLedger.of(gpus), models
         groups = tp_groups(gpus, model.tp)
         homes = {model.id: [group for group in groups if ledger.has_room(group, model.engine_bytes)]}
