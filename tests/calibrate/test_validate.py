@@ -65,7 +65,7 @@ SILICON = (
 )
 BLIS = (
     "model,tp,gt_requests,gt_ttft_ms,gt_e2e_ms,gt_arrival_rate_rps,gt_input_mean,gt_output_mean\n"
-    "llama-2-7b,1,40,27,207,6,785.84,11\nmixtral-8x7b-v0-1,2,40,58,400,6,500,20\n"
+    "llama-2-7b,1,40,27,207,6,785.84,11\nnobody-8x7b,2,40,58,400,6,500,20\n"
 )
 LMBENCH = (
     "config,gpu,scenario,qps,launch_s,prompt_tokens,generation_tokens,ttft_s,generation_s\n"
@@ -143,7 +143,7 @@ def test_silicon(tmp_path: Path) -> None:
     assert (trt.serving.precision.name, trt.serving.token_budget) == ("W16A16", 8 + 256 + 1500)
     assert dict(found.unsupported) == {
         ("vllm", "nobody/grok-9-moe", "model not in the catalog"): 1,
-        ("vllm", "meta-llama/Llama-3.1-70B", "prefill and decode on different engines"): 1,
+        ("vllm", "meta-llama/Llama-3.1-70B", "prefill and decode apart, number of engines not recorded"): 1,
     }
     assert len(predict_set(found, StepModel)) == 2
 
@@ -331,6 +331,7 @@ def test_authors_rows_of_other_models_are_predictions_or_counted(tmp_path: Path)
         ("mistralai/Mistral-7B-Instruct-v0.3", "mistral-7b"),
         ("facebook/opt-13b", "opt-13b"),
         ("mistralai/Mixtral-8x7B-v0.1", "mixtral-8x7b"),
+        ("mixtral-8x7b-v0-1", "mixtral-8x7b"),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", "qwen3-30b-a3b"),
         ("meta-llama/Llama-4-Scout-17B-16E-Instruct", "llama-4-scout"),
         ("deepseek-ai/DeepSeek-R1-0528", "deepseek-r1"),

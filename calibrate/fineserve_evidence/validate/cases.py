@@ -64,6 +64,21 @@ class Serving:
 
 
 @dataclass(frozen=True, slots=True)
+class Apart:
+    """Engines that decode what others have prefilled: ``prefill`` engines of the case's setting, and ``decode`` of ``serving``.
+
+    Data-parallel ranks that share experts count as one engine. ``nodes``: KV goes over the network, not over the links of one
+    node. Each transfer takes ``setup_s`` beside its bytes.
+    """
+
+    prefill: int
+    decode: int
+    serving: Serving
+    nodes: bool = True
+    setup_s: float = 4e-4
+
+
+@dataclass(frozen=True, slots=True)
 class StaticBatch:
     """``batch`` equal prompts on an idle engine.
 
@@ -172,6 +187,7 @@ class Case:
     ``ttft_s`` and ``tpot_s`` have shape (rows,), with NaN where a row has no measurement. ``throughput_per_s`` holds requests
     a second where they are reported, ``parts`` what a row is reported under beside the label. Runs of one ``campaign`` (engine
     and version) share what is not recorded, and the ``reading`` taken of it. ``whole_s``: what a ``BenchmarkRun`` took.
+    ``apart``: the engines that decode, where the setting is of engines that only prefill.
     """
 
     label: Label
@@ -184,6 +200,7 @@ class Case:
     throughput_per_s: Floats | None = None
     parts: tuple[str, ...] = ()
     whole_s: float | None = None
+    apart: Apart | None = None
 
 
 Change = Callable[[Case], Case]

@@ -7,8 +7,10 @@ with a real client.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -17,34 +19,48 @@ from fineserve_evidence.validate.front_end import Desk, FrontEnd
 from fineserve_sim.catalog import data_ranks
 from fineserve_sim.cluster.clock import Clock
 from fineserve_sim.cluster.compose.memory import engine_kv
+from fineserve_sim.cluster.engine.links import Links
+from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.ranks import Rank, Together
 from fineserve_sim.cluster.engine.seating import seated
 from fineserve_sim.cluster.engine.sequence import Prefix
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
 from fineserve_sim.cluster.engine.state import Seat
+from fineserve_sim.cluster.fleet.migrate import Handovers, Home
 from fineserve_sim.cluster.host import ARRIVAL, Cluster, Scope
 from fineserve_sim.cluster.run import WholeTrace
-from fineserve_sim.cluster.scenario import EngineSettings
+from fineserve_sim.cluster.scenario import EngineSettings, Gpu
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.domain import domains_of
 from fineserve_sim.latency import StepModel
 from fineserve_sim.latency.sharing import LAWS, SharingLaw
 from fineserve_sim.policy.controller import Controller, Route
-from fineserve_sim.policy.interfaces import Request
+from fineserve_sim.policy.groups.dispatch import GroupEngine, Phase, dispatcher
+from fineserve_sim.policy.groups.several import RoleModel, RolesController
+from fineserve_sim.policy.interfaces import EngineLoad, Request
 from fineserve_sim.policy.memory.geometry import plan_slabs
 from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
 from fineserve_sim.policy.memory.slab import KVSlabManager
 
+Role = Literal["both", "prefill", "decode"]
+
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One engine: the model that it serves, its GPU, and its KV memory on each GPU of its TP group."""
+    """One engine: the model that it serves, its GPU, and its KV memory on each GPU of its TP group.
+
+    ``group``: data-parallel ranks of one group step together. ``node``: engines that ``prefill`` hand requests over to engines
+    that ``decode`` by a link of the node, or by the network.
+    """
 
     model: int
     gpu: int
     step: StepModel
     kv_bytes: int
     block_bytes: int
+    role: Role = "both"
+    group: int = 0
+    node: int = 0
 
 
 MakeMemory = Callable[[Mapping[int, Instance]], GpuMemory]
@@ -80,7 +96,7 @@ class Times:
 
 
 class EngineRun:
-    """One run over ``instances``. Data-parallel ranks, if they are any, are one group and there is nothing else.
+    """One run over ``instances``. ``setup_s``: of each request that is handed over to an engine that decodes.
 
     With ``shared_kv``, the engines of a GPU draw on one memory of all their bytes. ``sharing`` is the law of their pace, and
     ``sm_share`` the part of the SMs that each may take. With ``prefixes``, one a request, engines have pools of their own that
@@ -98,6 +114,7 @@ class EngineRun:
         sm_share: float = 1.0,
         prefixes: Sequence[Prefix] = (),
         front_end: FrontEnd | None = None,
+        setup_s: float = 0.0,
     ) -> None:
         n = len(requests.prompt_tokens)
         self._requests = requests
@@ -109,6 +126,8 @@ class EngineRun:
         self._cluster = _connect(
             instances, settings, self._clock, memory, law, sm_share, caches=caches, merging=merging
         )
+        if any(instance.role != "both" for instance in instances):
+            _hand_over(self._cluster, instances, settings.block_tokens, setup_s)
         self._outcomes = self._cluster.outcomes
         self._prefixes = prefixes
 
@@ -220,25 +239,57 @@ def _connect(
         engine_kv(index, [managers[i.gpu]], settings.block_tokens, caches=caches) for index, i in enumerate(instances)
     ]
     limits = [min(i.step.model.max_context_tokens, kv.capacity_tokens()) for i, kv in zip(instances, kvs, strict=True)]
-    routes: dict[str, list[Route]] = {}
-    for index, (instance, limit) in enumerate(zip(instances, limits, strict=True)):
-        routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit))
     scopes = [Scope((index,)) for index in range(len(instances))]
     contexts = {str(instance.model): instance.step.model.max_context_tokens for instance in instances}
-    cluster = Cluster(clock, Controller(routes), contention, contexts, merging=merging)
+    cluster = Cluster(clock, _controller(instances, limits, settings), contention, contexts, merging=merging)
     wakeups = {gpu: Wakeups(clock) for gpu in managers}
     seats = [
         Seat(index, str(i.model), i.step, kvs[index], limits[index], settings) for index, i in enumerate(instances)
     ]
     engines = [seated(seat, cluster) for seat in seats]
-    together = Together(clock)
+    groups: defaultdict[int, Together] = defaultdict(lambda: Together(clock))
     for engine, instance in zip(engines, instances, strict=True):
         if data_ranks(instance.step.model) > 1:
-            Rank(engine, together)
+            Rank(engine, groups[instance.group])
         else:
             Spans(engine, wakeups[instance.gpu], shares_gpu=contention.contended(engine.index))
     cluster.connect(engines, domains_of(engines, [(i.gpu,) for i in instances], managers), scopes)
     return cluster
+
+
+def _controller(instances: Sequence[Instance], limits: Sequence[int], settings: EngineSettings) -> Controller:
+    """Turns among the engines of a model; with roles, prompts go where the fewest wait."""
+    places = list(enumerate(zip(instances, limits, strict=True)))
+    if all(instance.role == "both" for instance in instances):
+        routes: dict[str, list[Route]] = {}
+        for index, (instance, limit) in places:
+            routes.setdefault(str(instance.model), []).append(Route(index, 1.0, limit))
+        return Controller(routes)
+    prefill, decode = (
+        [
+            GroupEngine(index, (index,), Phase.SERVING, EngineLoad(0, 0), limit)
+            for index, (instance, limit) in places
+            if instance.role == role
+        ]
+        for role in ("prefill", "decode")
+    )
+    longest = min(max(engine.holds_tokens for engine in role) for role in (prefill, decode))
+    model = RoleModel(str(instances[0].model), longest, settings.block_tokens, prefill, decode)
+    return RolesController([model], lambda: dispatcher("least_queued"))
+
+
+def _hand_over(cluster: Cluster, instances: Sequence[Instance], block_tokens: int, setup_s: float) -> None:
+    """Engines that prefill hand over to those that decode, each GPU of a TP group its part of the KV."""
+    cluster.links = Links(cluster.clock, [Gpu(i.gpu, i.node, i.step.gpu) for i in instances])
+    for index, engine in cluster.engines.items():
+        engine.hands_over = instances[index].role == "prefill"
+        cluster.touch(engine)
+
+    def home_of(engine: Engine) -> Home:
+        instance = instances[engine.index]
+        return Home((instance.gpu,), instance.block_bytes / block_tokens)
+
+    Handovers(cluster, home_of, setup_s)
 
 
 def _pools(here: Mapping[int, Instance]) -> dict[int, tuple[int, int]]:

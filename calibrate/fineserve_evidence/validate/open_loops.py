@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from fineserve_evidence.validate.cases import (
     SEED,
+    Apart,
     Case,
     Label,
     MeasuredSet,
@@ -51,6 +52,8 @@ STOCK, PATCHED_FACTOR = "vanilla", 1.01
 """The runs on a server as released, by their names; the others' server was patched, which takes about 1 %. Source: the study's
 repository."""
 FITTED_RATE = 1.0
+APART = "distserve-c21d11"
+"""DistServe's runs whose degrees are in their name: context at TP 2, decoding at TP 1."""
 DISTSERVE_COLUMNS = ("system", "rate", "run_requests", "issue_s", "prompt_len", "output_len", "ttft_ms", "tpot_ms")
 
 
@@ -172,25 +175,26 @@ def read_residency(frame: pd.DataFrame, path: Path) -> MeasuredSet:
 
 
 def read_distserve(frame: pd.DataFrame, path: Path) -> MeasuredSet:
-    """Read the requests of vLLM's runs of OPT-13B on one A100.
+    """Read the requests of runs of OPT-13B on A100: vLLM's on one, and DistServe's, where two prefill and one decodes.
 
-    DistServe's own runs split prefill and decode, so they are unsupported. The host time of vLLM's first generation was fitted
-    on the run at ``FITTED_RATE``, which is not reported.
+    The host time of vLLM's first generation was fitted on the run at ``FITTED_RATE``, which is not reported.
     """
     cases, unsupported, fitted = [], Counter[tuple[str, str, str]](), 0
     for (system, rate, _), rows in frame.groupby(["system", "rate", "run_requests"], sort=False):
-        if system != "vllm":
-            unsupported[str(system), "opt-13b", "prefill and decode on different engines"] += len(rows)
-        elif rate == FITTED_RATE:
+        if system == "vllm" and rate == FITTED_RATE:
             fitted += len(rows)
+        elif system in ("vllm", APART):
+            cases.append(_distserve_case(rows.sort_values("issue_s", kind="stable"), path, str(system)))
         else:
-            cases.append(_distserve_case(rows.sort_values("issue_s", kind="stable"), path))
+            reason = "TP degrees of the engines not recorded" if system == "distserve" else "pipeline"
+            unsupported[str(system), "opt-13b", reason] += len(rows)
     return MeasuredSet(
         stem(path),
         tuple(cases),
         unsupported,
         assumptions=(
             "TP 1, 16-bit, token budget 2048 (whole prompts of vLLM 0.2-0.3 read as chunks); 256 sequences",
+            f"{APART}: prompts at TP 2, decodes at TP 1, KV over the links of a node; host time and kernels of vLLM",
             f"host time fitted on the run at {FITTED_RATE:g} requests/s ({fitted} rows, not reported)",
         ),
         sensitivities=(Sensitivity("token budget 512", with_serving(token_budget=512)),),
@@ -198,7 +202,7 @@ def read_distserve(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     )
 
 
-def _distserve_case(rows: pd.DataFrame, path: Path) -> Case:
+def _distserve_case(rows: pd.DataFrame, path: Path, system: str) -> Case:
     check_positive(rows, ("prompt_len", "output_len", "ttft_ms"), path)
     n, outputs = len(rows), rows.output_len.to_numpy(np.int64)
     load = OpenLoop(
@@ -207,5 +211,8 @@ def _distserve_case(rows: pd.DataFrame, path: Path) -> Case:
     host, device = deployment("vllm-v0"), gpu("a100-80gb")
     serving = Serving(model_named("opt-13b"), precision("fp16"), 1, device, host, 2048, 256, api=HTTP)
     tpot_s = np.where(outputs > 1, rows.tpot_ms.to_numpy(np.float64) / 1e3, np.nan)
-    label = Label(stem(path), "vllm", "opt-13b", "W16A16", 1)
-    return Case(label, serving, load, rows.ttft_ms.to_numpy(np.float64) / 1e3, tpot_s)
+    label = Label(stem(path), system, "opt-13b", "W16A16", 1)
+    case = Case(label, serving, load, rows.ttft_ms.to_numpy(np.float64) / 1e3, tpot_s)
+    if system != APART:
+        return case
+    return replace(case, serving=replace(serving, tp=2), apart=Apart(1, 1, serving, nodes=False))

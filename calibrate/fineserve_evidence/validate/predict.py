@@ -11,6 +11,7 @@ import numpy as np
 from fineserve_evidence.validate.cases import (
     BLOCK_TOKENS,
     SEED,
+    Apart,
     BenchmarkRun,
     Case,
     ClosedLoop,
@@ -22,7 +23,7 @@ from fineserve_evidence.validate.cases import (
     SharedLoop,
     StaticBatch,
 )
-from fineserve_evidence.validate.engines import EngineRun, Instance, Requests
+from fineserve_evidence.validate.engines import EngineRun, Instance, Requests, Role
 from fineserve_sim.catalog import (
     Deployment,
     GpuSpec,
@@ -101,16 +102,17 @@ def _predict(case: Case, steps: StepsOf) -> Predicted:
     serving, load = case.serving, case.load
     step = steps(serving)
     throughput = None
+    others = None if case.apart is None else (case.apart, steps(case.apart.serving))
     if isinstance(load, BenchmarkRun):
         return Predicted(case, case.ttft_s, case.tpot_s, whole_s=_whole(step, load, serving))
     if isinstance(load, StaticBatch):
         ttft, tpot = _static(step, load, serving)
     elif isinstance(load, ClosedLoop):
-        ttft, tpot = _closed(step, load, serving)
+        ttft, tpot = _closed(step, load, serving, others)
     elif isinstance(load, SharedLoop):
         ttft, tpot, throughput = _shared(step, load, serving)
     elif load.each:
-        ttft, tpot = _open(step, load, serving)
+        ttft, tpot = _open(step, load, serving, others)
     else:
         ttft, tpot, throughput = _means(step, load, serving)
     ahead_s = serving.steps_ahead * float(np.nan_to_num(_mean(tpot)))
@@ -156,7 +158,28 @@ def _mean(values: Floats) -> float:
     return float(there.mean()) if len(there) else np.nan
 
 
-def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats, Floats]:
+Others = tuple[Apart, StepModel] | None
+"""Engines that decode what others prefill, and their steps."""
+
+
+def _apart(step: StepModel, serving: Serving, others: tuple[Apart, StepModel]) -> list[Instance]:
+    """The engines of both roles, each on a GPU of its own, or each of its data-parallel ranks."""
+    apart, decodes = others
+    roles: list[tuple[Role, int, Serving, StepModel]] = [
+        ("prefill", apart.prefill, serving, step),
+        ("decode", apart.decode, apart.serving, decodes),
+    ]
+    found: list[Instance] = []
+    for role, engines, of, its_step in roles:
+        for _ in range(engines):
+            group = len(found)
+            for gpu in range(group, group + data_ranks(of.model)):
+                one = _instance(0, gpu, its_step, of)
+                found.append(replace(one, role=role, group=group, node=gpu if apart.nodes else 0))
+    return found
+
+
+def _closed(step: StepModel, load: ClosedLoop, serving: Serving, others: Others = None) -> tuple[Floats, Floats]:
     """Means over all requests, as the benchmark clients report them."""
     rng = np.random.default_rng(SEED)
     lengths = [
@@ -165,8 +188,12 @@ def _closed(step: StepModel, load: ClosedLoop, serving: Serving) -> tuple[Floats
     ]
     requests = Requests(np.zeros(load.requests, dtype=np.int64), lengths[0], lengths[1])
     running = min(serving.max_sequences, load.max_running or serving.max_sequences)
-    engines = [_instance(0, rank, step, serving) for rank in range(data_ranks(serving.model))]
-    run = EngineRun(engines, requests, _settings(serving, running), front_end=serving.front_end)
+    settings = _settings(serving, running)
+    if others is None:
+        engines = [_instance(0, rank, step, serving) for rank in range(data_ranks(serving.model))]
+        run = EngineRun(engines, requests, settings, front_end=serving.front_end)
+    else:
+        run = EngineRun(_apart(step, serving, others), requests, settings, setup_s=others[0].setup_s)
     times = run.closed_loop(load.clients, load.start_gap_s)
     return np.array([_mean(times.ttft_s)]), np.array([_mean(times.tpot_s(requests.output_tokens))])
 
@@ -200,13 +227,13 @@ def _shared(step: StepModel, load: SharedLoop, serving: Serving) -> tuple[Floats
     return np.array([ttft]), np.array([tpot]), np.array([counts.sum() / lasted_s])
 
 
-def _open(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats]:
+def _open(step: StepModel, load: OpenLoop, serving: Serving, others: Others = None) -> tuple[Floats, Floats]:
     """Of single requests the mean over the phases' runs."""
     if load.phases == 1:
-        return _open_run(step, load, serving)
+        return _open_run(step, load, serving, others)
     rng, width_s = np.random.default_rng(SEED), step.step_s(1, int(load.prompt_tokens.mean()), 0, 0, 0, 1)
     delays_s = width_s * rng.random((load.phases, len(load.arrival_s)))
-    runs = [_out_of_phase(step, load, serving, delay_s) for delay_s in delays_s]
+    runs = [_out_of_phase(step, load, serving, delay_s, others) for delay_s in delays_s]
     ttft, tpot = (np.mean(columns, axis=0) for columns in zip(*runs, strict=True))
     return ttft, tpot
 
@@ -224,7 +251,9 @@ def _means(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, F
     return ttft, tpot, throughput
 
 
-def _out_of_phase(step: StepModel, load: OpenLoop, serving: Serving, delay_s: Floats) -> tuple[Floats, Floats]:
+def _out_of_phase(
+    step: StepModel, load: OpenLoop, serving: Serving, delay_s: Floats, others: Others
+) -> tuple[Floats, Floats]:
     """Seconds of each request when the engines see it ``delay_s`` later."""
     arrival_s = load.arrival_s + delay_s
     order = np.argsort(arrival_s, kind="stable")
@@ -232,18 +261,27 @@ def _out_of_phase(step: StepModel, load: OpenLoop, serving: Serving, delay_s: Fl
     blocks = None if load.blocks is None else tuple(load.blocks[request] for request in order)
     delayed = replace(load, arrival_s=arrival_s[order], blocks=blocks, **columns)
     back = np.argsort(order)
-    ttft, tpot = _open_run(step, delayed, serving)
+    ttft, tpot = _open_run(step, delayed, serving, others)
     return ttft[back], tpot[back]
 
 
-def _open_run(step: StepModel, load: OpenLoop, serving: Serving) -> tuple[Floats, Floats]:
+def _open_run(step: StepModel, load: OpenLoop, serving: Serving, others: Others = None) -> tuple[Floats, Floats]:
     """TTFT and TPOT of each request, shape (n,)."""
-    instances = [_instance(model, 0, step, serving) for model in range(load.models)]
-    instances += [_instance(0, gpu, step, serving) for gpu in range(1, load.replicas)]
+    if others is None:
+        instances = [_instance(model, 0, step, serving) for model in range(load.models)]
+        instances += [_instance(0, gpu, step, serving) for gpu in range(1, load.replicas)]
+    else:
+        instances = _apart(step, serving, others)
     requests = Requests(load.model, load.prompt_tokens, load.output_tokens)
     settings = _settings(serving, serving.max_sequences)
     run = EngineRun(
-        instances, requests, settings, shared_kv=load.shared_kv, sharing=load.sharing, prefixes=_prefixes(load)
+        instances,
+        requests,
+        settings,
+        shared_kv=load.shared_kv,
+        sharing=load.sharing,
+        prefixes=_prefixes(load),
+        setup_s=0.0 if others is None else others[0].setup_s,
     )
     times = run.open_loop(load.arrival_s, load.most_under_way)
     return times.ttft_s, times.tpot_s(load.output_tokens)

@@ -73,7 +73,7 @@ _GPUS = {
     **{"rtxpro6000": "rtx-pro-6000-server", "rtx4090": "rtx-4090", "h100_pcie": "h100-pcie", "b200_sxm": "b200"},
 }
 _SUFFIXES = re.compile(
-    r"-(instruct|chat|it|base|hf|bf16|fp16|fp8|fp8_kv8|dynamic|block|awq|gptq|int4|w4a16|w8a8|quantized|17b-\d+e|v\d\.\d|\d{4})(?=[-.]|$)"
+    r"-(instruct|chat|it|base|hf|bf16|fp16|fp8|fp8_kv8|dynamic|block|awq|gptq|int4|w4a16|w8a8|quantized|17b-\d+e|v\d[.-]\d|\d{4})(?=[-.]|$)"
 )
 _FAMILY = re.compile(r"^(llama|qwen|yi|opt|mistral)-?(?=\d)")
 """``llama3.1-8b`` and ``qwen-2.5-14b`` as the catalog spells them: Llama, Yi, OPT and Mistral with a dash, Qwen without."""

@@ -22,6 +22,7 @@ import numpy as np
 import pandas as pd
 
 from fineserve_evidence.validate.cases import (
+    Apart,
     Case,
     Change,
     ClosedLoop,
@@ -63,6 +64,7 @@ COLUMNS = (
     "attention_dp_size", "silicon_ttft_ms", "silicon_tpot_ms", "concurrency", "source_kind",
 )  # fmt: skip
 LOAD, MEASURED = ("isl", "osl", "concurrency"), ("silicon_ttft_ms", "silicon_tpot_ms")
+DEGREES = ("tp_size", "attention_dp_size", "moe_tp_size", "moe_ep_size")
 DEPLOYMENTS = {"vllm": "vllm-cudagraph", "trtllm": "trtllm-1.0", "sglang": "sglang-0.5"}
 """Host time by backend."""
 GENERATIONS = {("vllm", "0.12.0"): "vllm-v1"}
@@ -79,7 +81,7 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
     def case(placed: tuple[int, dict[Any, Any]]) -> Case:
         place, row = placed
         found = _case(row, stem(path))
-        check_positive(frame.iloc[place : place + 1], (*LOAD, *MEASURED), path, may_miss=MEASURED)
+        check_positive(frame.iloc[place : place + 1], (*LOAD, *MEASURED), path, may_miss=(*MEASURED, "concurrency"))
         return found
 
     records = enumerate(frame.to_dict("records"))
@@ -145,46 +147,77 @@ def _precision(backend: str, quantised: str) -> PrecisionSpec:
     return precision_named("fp8_kv8" if backend == "trtllm" and quantised.startswith("fp8") else quantised)
 
 
+def _as_run(row: dict[Any, Any]) -> dict[Any, Any]:
+    """The row with the degrees that InferenceMAX ran.
+
+    Its runs give attention and experts the same GPUs of one node. Some rows multiply a degree that counts for both: TP 8 with
+    experts over 8 is TP 64 with 8 x 8. TP 4 with experts over 4 is four ranks of TP 4 with experts over 16; such rows have
+    the times of rows that say TP 4.
+    """
+    if row["mode"] != "agg" or not str(row["source_kind"]).startswith("inferencemax"):
+        return row
+    tp, ranks, split, whole = (row.get(name, 0) for name in DEGREES)
+    if split == whole and split > 1 and tp * ranks == split * whole:
+        tp, ranks = (whole, 1.0) if ranks == 1 else (1.0, whole)
+        return row | {"tp_size": tp, "attention_dp_size": ranks, "moe_tp_size": 1.0}
+    if tp == ranks > 1 and whole == tp * ranks:
+        return row | {"attention_dp_size": 1.0, "moe_ep_size": tp}
+    return row
+
+
 def _spread(served: ModelSpec, row: dict[Any, Any]) -> ModelSpec:
     """The model with its experts split or spread as the row says, over all ranks of attention in data parallel. Raises
     UnsupportedRow for both, and for other groups."""
     experts, tp, split, whole = served.experts, row["tp_size"], row.get("moe_tp_size"), row.get("moe_ep_size")
+    ranks = row["attention_dp_size"] if row["attention_dp_size"] > 1 else 1  # empty where a run does not know it
+    if experts is None and ranks > 1:
+        raise UnsupportedRow("attention in data parallel without experts")
     if experts is None or split is None or whole is None or not split > 0:
-        return served
-    ranks = int(split * whole / tp)
+        return with_ranks(served, int(ranks)) if ranks > 1 else served
+    ranks = ranks if ranks > 1 else int(split * whole / tp)
     if split * whole != tp * ranks:
-        raise UnsupportedRow(f"experts over {split * whole:g} GPUs, attention over {tp:g}")
+        raise UnsupportedRow(f"experts over {split * whole:g} GPUs, attention over {tp * ranks:g}")
     if split > 1 and whole > 1:
         raise UnsupportedRow("experts both split and spread")
     spread = with_experts(served, "whole") if whole > 1 else served
-    return with_ranks(spread, ranks) if ranks > 1 else spread
+    return with_ranks(spread, int(ranks)) if ranks > 1 else spread
+
+
+def _serving(row: dict[Any, Any]) -> Serving:
+    """The engine of the row's degrees, or of those of one role."""
+    if row["pp_size"] > 1:
+        raise UnsupportedRow("pipeline")
+    if row["backend"] not in DEPLOYMENTS:
+        raise UnsupportedRow(f"backend {row['backend']}")
+    if not row["tp_size"] > 0:
+        raise UnsupportedRow("TP degree or number of clients not recorded")
+    served = _spread(model_named(row["model_path"]), row)
+    precision = stored(served, _precision(row["backend"], _quantised(row)))
+    version = str(row.get("backend_version", ""))
+    ahead = host_of(release(version)) if row["backend"] == "vllm" else None
+    host = deployment(ahead or GENERATIONS.get((row["backend"], version), DEPLOYMENTS[row["backend"]]))
+    gpu, tp = gpu_named(row["system"]), int(row["tp_size"])
+    bare = Serving(served, precision, tp, gpu, host, TOKEN_BUDGET, TOKEN_BUDGET, api=HTTP)
+    bare = replace(bare, steps_ahead=STEPS_AHEAD) if ahead else bare
+    bare = _with_sglang(bare, version) if row["backend"] == "sglang" else bare
+    return replace(bare, mean_tokens=int(row["isl"] + row["osl"] / 2))
 
 
 def _case(row: dict[Any, Any], name: str) -> Case:
+    row = _as_run(row)
     if row["mode"] != "agg":
-        raise UnsupportedRow("prefill and decode on different engines")
-    served = model_named(row["model_path"])
-    if row["pp_size"] > 1 or row["attention_dp_size"] > 1:  # empty where a run does not know them
-        raise UnsupportedRow("pipeline or attention data parallelism")
-    served = _spread(served, row)
-    if row["backend"] not in DEPLOYMENTS:
-        raise UnsupportedRow(f"backend {row['backend']}")
-    precision = stored(served, _precision(row["backend"], _quantised(row)))
-    if not (row["tp_size"] > 0 and row["concurrency"] > 0):
+        return _apart(row, name)
+    bare = _serving(row)
+    if not row["concurrency"] > 0:
         raise UnsupportedRow("TP degree or number of clients not recorded")
-    tp, clients = int(row["tp_size"]), int(row["concurrency"]) * data_ranks(served)
-    gpu, version = gpu_named(row["system"]), str(row.get("backend_version", ""))
-    engine = (row["backend"], version)
+    served, tp, gpu, version = bare.model, bare.tp, bare.gpu, str(row.get("backend_version", ""))
     inferencemax = str(row["source_kind"]).startswith("inferencemax")
+    clients = int(row["concurrency"]) * (1 if inferencemax else data_ranks(served))
+    engine = (row["backend"], version)
     fitted = not inferencemax and is_fitted(*engine, served.name, tp, gpu.name)
     name = f"{name}, {gpu.name}{', reading chosen on these rows' if fitted else ''}"
-    label = Label(name, row["backend"], row["model_path"], precision.name, tp)
-    ahead = host_of(release(version)) if row["backend"] == "vllm" else None
-    host = deployment(ahead or GENERATIONS.get(engine, DEPLOYMENTS[row["backend"]]))
-    bare = Serving(served, precision, tp, gpu, host, TOKEN_BUDGET, clients, api=HTTP)
-    bare = replace(bare, steps_ahead=STEPS_AHEAD) if ahead else bare
-    bare = _with_sglang(bare, version) if row["backend"] == "sglang" else bare
-    serving = supported(replace(bare, mean_tokens=int(row["isl"] + row["osl"] / 2)))
+    label = Label(name, row["backend"], row["model_path"], bare.precision.name, tp)
+    serving = supported(replace(bare, max_sequences=clients))
     load = ClosedLoop(clients, ROUNDS * clients, int(row["isl"]), int(row["osl"]), max_running=clients)
     ttft_s, tpot_s = (np.array([row[column] / 1e3]) for column in MEASURED)
     case = Case(label, serving, load, ttft_s, tpot_s, campaign=" ".join((row["backend"], version, served.name)))
@@ -192,6 +225,32 @@ def _case(row: dict[Any, Any], name: str) -> Case:
         return reading_of(*engine, served.name).of(case)
     case = recipe_of(row["backend"], served.name, gpu.name).of(case)
     return replace(case, serving=supported(case.serving))
+
+
+def _apart(row: dict[Any, Any], name: str) -> Case:
+    """Prefill and decode on different engines, each on a node of its own. Where the clients are not recorded, there are as many
+    as requests that decode."""
+    workers = [row.get(f"{role}_num_workers", 0) for role in ("prefill", "decode")]
+    if not all(count > 0 for count in workers):
+        raise UnsupportedRow("prefill and decode apart, number of engines not recorded")
+    prefill, decode = (
+        _serving(row | {degree: row[f"{role}_{degree}"] for degree in (*DEGREES, "pp_size")})
+        for role in ("prefill", "decode")
+    )
+    clients = row["concurrency"]
+    if not clients > 0:
+        clients = row["decode_batch_size"] * workers[1] * data_ranks(decode.model)
+    clients = int(clients)
+    name = f"{name}, {prefill.gpu.name}, prefill and decode apart"
+    label = Label(name, row["backend"], row["model_path"], prefill.precision.name, decode.tp * data_ranks(decode.model))
+    load = ClosedLoop(clients, ROUNDS * clients, int(row["isl"]), int(row["osl"]))
+    ttft_s, tpot_s = (np.array([row[column] / 1e3]) for column in MEASURED)
+    case = Case(label, replace(prefill, max_sequences=clients), load, ttft_s, tpot_s)
+    if str(row["source_kind"]).startswith("inferencemax"):
+        case = recipe_of(row["backend"], prefill.model.name, prefill.gpu.name).of(case)
+    serving = supported(replace(case.serving, front_end=None, batching="vllm", memory_utilization=0.9))
+    there = supported(replace(decode, max_sequences=clients, front_end=None, batching="vllm", memory_utilization=0.9))
+    return replace(case, serving=serving, apart=Apart(int(workers[0]), int(workers[1]), there))
 
 
 def release(version: str) -> tuple[int, ...]:

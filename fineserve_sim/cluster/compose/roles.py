@@ -10,10 +10,9 @@ from functools import partial
 
 from fineserve_sim.cluster.compose.models import Builder, cluster_of
 from fineserve_sim.cluster.compose.place import Placed
-from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.state import Seat
-from fineserve_sim.cluster.fleet.migrate import Home, Migrations
-from fineserve_sim.cluster.host import Cluster, Fleet, Scope
+from fineserve_sim.cluster.fleet.migrate import Handovers, Home
+from fineserve_sim.cluster.host import Scope
 from fineserve_sim.cluster.run import Parts
 from fineserve_sim.cluster.samples import Column
 from fineserve_sim.cluster.scenario import Scenario
@@ -47,7 +46,8 @@ def compose_roles(scenario: Scenario, placed: Placed) -> Parts:
     cluster.connect(engines, domains_of(engines, gpus_of, build.managers), [Scope((seat.engine,)) for seat in seats])
     for engine in engines:
         cluster.touch(engine)
-    _Handovers(cluster, build, gpus_of, spec.setup_s)
+    token_bytes = {id: build.token_bytes(id) for id in build.served}
+    Handovers(cluster, lambda engine: Home(gpus_of[engine.index], token_bytes[engine.model]), spec.setup_s)
     columns = [Column(engine.model, partial(tuple, (engine,)), lambda: 0) for engine in engines]
     capacities = tuple(build.managers[gpu].ledger().total_bytes for gpu in sorted(build.managers))
     return build.parts(cluster, columns, capacities)
@@ -63,18 +63,3 @@ def _role_model(id: str, seats: list[Seat], spec: DisaggregatedSpec) -> RoleMode
     longest = [max(one.holds_tokens for one in role) for role in (engines[:prefill], engines[prefill:]) if role]
     block_tokens = seats[0].settings.block_tokens if seats else 1
     return RoleModel(id, min(longest, default=0), block_tokens, engines[:prefill], engines[prefill:])
-
-
-class _Handovers(Fleet):
-    """Takes prefilled requests in when memory comes back. Engines of a model are alike in the KV of a token."""
-
-    def __init__(self, cluster: Cluster, build: Builder, gpus_of: list[tuple[int, ...]], setup_s: float) -> None:
-        self._gpus_of, self._token_bytes = gpus_of, {id: build.token_bytes(id) for id in build.served}
-        self._migrations = Migrations(cluster, self._home_of, setup_s)
-        cluster.fleet = self
-
-    def _home_of(self, engine: Engine) -> Home:
-        return Home(self._gpus_of[engine.index], self._token_bytes[engine.model])
-
-    def freed(self, engine: Engine, now: float) -> None:
-        self._migrations.take_in(engine, now)

@@ -22,7 +22,7 @@ from fineserve_sim.cluster.engine.kv import CountedBlocks
 from fineserve_sim.cluster.engine.links import KV
 from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.sequence import Lane, SequenceState
-from fineserve_sim.cluster.host import TIMER, Cluster
+from fineserve_sim.cluster.host import TIMER, Cluster, Fleet
 from fineserve_sim.cluster.scenario import Left
 from fineserve_sim.policy.commands import Migrate
 from fineserve_sim.policy.events import MigrationEnded, PrefillEnded
@@ -211,3 +211,14 @@ class Migrations:
                 then(move, now)
 
         self._cluster.links.between(source.gpus, destination.gpus).send(bytes, KV, None, arrived)
+
+
+class Handovers(Fleet):
+    """Engines with roles that stay: prefilled requests go on where memory comes back. Arguments as ``Migrations``."""
+
+    def __init__(self, cluster: Cluster, home_of: Callable[[Engine], Home], setup_s: float = 0.0) -> None:
+        self._migrations = Migrations(cluster, home_of, setup_s)
+        cluster.fleet = self
+
+    def freed(self, engine: Engine, now: float) -> None:
+        self._migrations.take_in(engine, now)
