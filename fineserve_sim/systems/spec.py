@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveInt, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
 from fineserve_sim.systems.sharing import Sharing
@@ -287,19 +287,49 @@ class RoundRobinPlacementSpec(Spec):
     policy: Literal["round_robin"] = "round_robin"
 
 
+class SleepSpec(Spec):
+    """vLLM's sleep levels: an evicted engine keeps its process on its GPUs.
+
+    ``host_gib``: each node's host memory for the weights of sleeping engines (level 1). Weights without room there come from
+    disk again (level 2). ``processes``: the most engines asleep on a GPU, without a limit by default. ``loader``: the family
+    of the catalog's loaders that gives the rates from host and from disk.
+    """
+
+    host_gib: Annotated[float, Field(ge=0)]
+    processes: NonNegativeInt | None = None
+    loader: Literal["serverlessllm", "safetensors"] = "serverlessllm"
+
+
 class ActivationSpec(Spec):
     """How long an engine takes to come. ``engine_pool`` and ``parallel_loading``: what makes activation fast in Prism;
     ``loader``: of the catalog, in place of Prism's rates; ``tick_s``: how often the whole state is looked at.
 
-    vLLM's sleep of level 1 keeps weights in host memory (a ``-host`` loader), level 2 reads them again from disk. Both keep the
-    engine's process (``engine_pool``). Without a pool, the engine starts first.
+    Without a pool, the engine starts first. With ``sleep`` the pool are the engines asleep: one that sleeps on the GPUs where
+    its model is wanted wakes there, any other starts first.
     """
 
     engine_pool: bool = True
     parallel_loading: bool = True
     loader: Literal["serverlessllm-host", "serverlessllm-disk", "safetensors-host", "safetensors-disk"] | None = None
+    sleep: SleepSpec | None = None
     engine_start_s: Annotated[float, Field(ge=0)] = 30.0
     tick_s: Annotated[float, Field(gt=0)] = 1.0
+
+    @model_validator(mode="after")
+    def _sleeping_engines_are_the_pool(self) -> ActivationSpec:
+        if self.sleep is None:
+            return self
+        if self.loader is not None:
+            raise PydanticCustomError(
+                "sleep_loader", "with sleep, weights come as sleep.loader says: leave loader out, or leave sleep out"
+            )
+        if not (self.engine_pool and self.parallel_loading):
+            raise PydanticCustomError(
+                "sleep_pool",
+                "with sleep, the engines asleep are the pool, and sleep.loader says how weights come: leave engine_pool and "
+                "parallel_loading out (sleep.processes 0 starts every engine anew)",
+            )
+        return self
 
 
 class PrismResidencySpec(ActivationSpec):

@@ -19,17 +19,28 @@ from simkit import H100, Row, fixed_bytes, geometry, pinned, served, trace_of, w
 
 from fineserve_sim import catalog
 from fineserve_sim.cluster import EngineSettings, Fault, Gpu, Scenario, ServedModel
-from fineserve_sim.cluster.compose.memory import slots_of
+from fineserve_sim.cluster.compose.memory import resident_bytes, slots_of
 from fineserve_sim.cluster.offloading import KVOffloading
 from fineserve_sim.policy.placement import tp_groups
 from fineserve_sim.systems import SystemSpec, load_systems
-from fineserve_sim.systems.spec import PrivatePoolsSpec
+from fineserve_sim.systems.spec import ActivationSpec, PrivatePoolsSpec
 
 Options = dict[str, Any]
 
 FORMATS = [("llama-3.2-1b", "fp16"), ("llama-3.2-1b", "fp8"), ("llama-3.1-8b", "qoq"), ("llama-3.1-8b", "awq")]
 LULL_S = 30.0
-MAY_WAIT = ("prism", "qlm", "requeue", "failing", "drifting", "timetable", "offloading", "drafting", "tiled")
+MAY_WAIT = (
+    "prism",
+    "qlm",
+    "requeue",
+    "failing",
+    "drifting",
+    "timetable",
+    "sleeping",
+    "offloading",
+    "drafting",
+    "tiled",
+)
 """Kinds in which a model may find no room, and its requests wait for ever."""
 
 
@@ -199,6 +210,30 @@ def timetable(random: Random) -> Scenario:
 def failing(random: Random) -> Scenario:
     """Fleets of either kind whose GPUs are lost, most of them for a while."""
     scenario = random.choice([prism, qlm, requeue])(random)
+    faults = _faults(random, len(scenario.gpus), span_s=8.0, repairs_s=[0.001, 1.0, 6.0])
+    return replace(scenario, faults=tuple(replace(fault, what="gpu") for fault in faults))
+
+
+def sleeping(random: Random) -> Scenario:
+    """A fleet of another kind whose evicted engines sleep on their GPUs, which have memory for a process or three more."""
+    scenario = random.choice([prism, drifting, timetable])(random)
+    system, settings = scenario.system, scenario.engine
+    assert isinstance(system.residency, ActivationSpec)
+    sleep = {
+        "host_gib": random.choice([0.0, 1.0, 3.0, 20.0, 1000.0]),
+        "processes": random.choice([None, None, 1, 2]),
+        "loader": random.choice(["serverlessllm", "safetensors"]),
+    }
+    residency = system.residency.model_dump(exclude={"engine_pool", "parallel_loading"}) | {"sleep": sleep}
+    memory = (
+        system.memory.model_dump() if random.random() < 0.7 else PRIVATE | {"split": random.choice(["equal", "demand"])}
+    )
+    system = SystemSpec.model_validate(system.model_dump() | {"residency": residency, "memory": memory})
+    process_bytes = max(resident_bytes(m, settings) for m in scenario.models) // 2
+    usable_bytes = int(settings.memory_utilization * H100.memory_bytes) + random.choice([0, 1, 3]) * process_bytes
+    scenario = replace(scenario, system=system, engine=with_usable_bytes(usable_bytes, settings))
+    if scenario.faults or random.random() < 0.7:
+        return scenario
     faults = _faults(random, len(scenario.gpus), span_s=8.0, repairs_s=[0.001, 1.0, 6.0])
     return replace(scenario, faults=tuple(replace(fault, what="gpu") for fault in faults))
 
@@ -524,6 +559,7 @@ KINDS: dict[str, Callable[[Random], Scenario]] = {
         drifting,
         timetable,
         failing,
+        sleeping,
         still,
         replicas,
         instances,

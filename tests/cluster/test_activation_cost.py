@@ -43,48 +43,50 @@ def test_without_a_pool_an_engine_starts_first() -> None:
 @given(st.integers(1, 100 * GB), st.sampled_from([1, 2, 4, 8]), st.booleans())
 def test_alone_a_loader_takes_the_closed_form(shard_bytes: int, ranks: int, parallel: bool) -> None:
     cost = activation_cost(parallel_loading=parallel)
-    loader = Loader(cost, NODE_OF)
-    loader.begin(0.0, 7, tuple(range(ranks)), shard_bytes)
+    loader = Loader(NODE_OF)
+    loader.begin(0.0, 7, tuple(range(ranks)), shard_bytes, cost)
     assert run(loader)[7] == pytest.approx(cost.alone_s(shard_bytes, ranks))
 
 
 def test_two_loads_to_one_gpu_share_its_link() -> None:
     """100 bytes at 10/s. Engine 0 is alone from 1 to 6 s (50 bytes), shares until its other 50 came at 5/s (16 s); then
     engine 1 has 50 bytes left at 10/s."""
-    loader = Loader(PLAIN, NODE_OF)
-    loader.begin(0.0, 0, (0,), 100)
+    loader = Loader(NODE_OF)
+    loader.begin(0.0, 0, (0,), 100, PLAIN)
     assert loader.next_change_s() == 1.0 and loader.advance(1.0) == []
-    loader.begin(5.0, 1, (0,), 100)
+    loader.begin(5.0, 1, (0,), 100, PLAIN)
     assert run(loader) == pytest.approx({0: 16.0, 1: 21.0})
 
 
 def test_two_loads_to_one_node_share_its_rate() -> None:
     """Eight shards at 10/s would be 80/s: 40/s over eight links are 5/s each. A load to another node is not slowed."""
-    loader = Loader(PLAIN, NODE_OF)
-    loader.begin(0.0, 0, tuple(range(8)), 100)
-    loader.begin(0.0, 1, (8,), 100)
+    loader = Loader(NODE_OF)
+    loader.begin(0.0, 0, tuple(range(8)), 100, PLAIN)
+    loader.begin(0.0, 1, (8,), 100, PLAIN)
     assert run(loader) == pytest.approx({0: 21.0, 1: 11.0})
 
 
 def test_what_one_cannot_use_the_others_get() -> None:
     """Engines 0 and 1 share GPU 0: 5/s each. Engine 2 takes what the node has left for it, but no more than its link."""
-    loadings = [Loading((0,), 1), Loading((0,), 1), Loading((1,), 1)]
-    assert transfer_rates(ActivationCost(0.0, 10.0, 18.0), loadings, NODE_OF) == pytest.approx([5.0, 5.0, 8.0])
-    assert transfer_rates(ActivationCost(0.0, 10.0, 40.0), loadings, NODE_OF) == pytest.approx([5.0, 5.0, 10.0])
+    for node_bytes_per_s, rates in [(18.0, [5.0, 5.0, 8.0]), (40.0, [5.0, 5.0, 10.0])]:
+        cost = ActivationCost(0.0, 10.0, node_bytes_per_s)
+        loadings = [Loading(cost, gpus, 1) for gpus in [(0,), (0,), (1,)]]
+        assert transfer_rates(loadings, NODE_OF) == pytest.approx(rates)
 
 
 def test_infinite_rates_leave_the_overhead() -> None:
     """A QLM swap: one time, whatever the model, and side by side."""
-    loader = Loader(ActivationCost(30.0, float("inf"), float("inf")), NODE_OF)
-    loader.begin(0.0, 0, (0,), 100)
-    loader.begin(5.0, 1, (0, 1), 100)
+    swap = ActivationCost(30.0, float("inf"), float("inf"))
+    loader = Loader(NODE_OF)
+    loader.begin(0.0, 0, (0,), 100, swap)
+    loader.begin(5.0, 1, (0, 1), 100, swap)
     assert run(loader) == {0: 30.0, 1: 35.0}
 
 
 def test_a_cancelled_load_leaves_its_share_to_others() -> None:
-    loader = Loader(PLAIN, NODE_OF)
-    loader.begin(0.0, 0, (0,), 100)
-    loader.begin(0.0, 1, (0,), 100)
+    loader = Loader(NODE_OF)
+    loader.begin(0.0, 0, (0,), 100, PLAIN)
+    loader.begin(0.0, 1, (0,), 100, PLAIN)
     loader.advance(1.0)
     loader.cancel(3.0, 0)  # engine 1 has 10 of its bytes
     assert run(loader) == pytest.approx({1: 12.0})
@@ -92,32 +94,33 @@ def test_a_cancelled_load_leaves_its_share_to_others() -> None:
 
 
 def test_an_end_at_the_very_moment_of_a_beginning_is_not_lost() -> None:
-    loader = Loader(PLAIN, NODE_OF)
-    loader.begin(0.0, 0, (0,), 100)
+    loader = Loader(NODE_OF)
+    loader.begin(0.0, 0, (0,), 100, PLAIN)
     loader.advance(1.0)
-    loader.begin(11.0, 1, (1,), 10)
+    loader.begin(11.0, 1, (1,), 10, PLAIN)
     assert loader.next_change_s() == 11.0 and loader.advance(11.0) == [0]
     with pytest.raises(ValueError, match="engine 1 loads already"):
-        loader.begin(11.0, 1, (1,), 10)
+        loader.begin(11.0, 1, (1,), 10, PLAIN)
 
 
-loadings_strategy = st.lists(
+groups_strategy = st.lists(
     st.integers(0, 1).flatmap(
         lambda node: st.sets(st.integers(8 * node, 8 * node + 7), min_size=1, max_size=8).map(
-            lambda gpus: Loading(tuple(sorted(gpus)), 1)
+            lambda gpus: tuple(sorted(gpus))
         )
     ),
     max_size=6,
 )
 
 
-@given(loadings_strategy, st.floats(1, 100))
+@given(groups_strategy, st.floats(1, 100))
 def test_no_link_carries_more_than_it_can_and_everybody_is_held_by_a_full_one(
-    loadings: list[Loading], node_bytes_per_s: float
+    groups: list[tuple[int, ...]], node_bytes_per_s: float
 ) -> None:
     """Max-min fairness: each loading goes over a full link on which nobody is faster."""
     cost = ActivationCost(0.0, 10.0, node_bytes_per_s)
-    rates = transfer_rates(cost, loadings, NODE_OF)
+    loadings = [Loading(cost, gpus, 1) for gpus in groups]
+    rates = transfer_rates(loadings, NODE_OF)
 
     def users(gpu: int | None, node: int) -> list[tuple[int, int]]:
         """(loading, how many of its shards) over the link of a GPU, or of the node."""

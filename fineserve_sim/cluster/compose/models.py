@@ -20,6 +20,7 @@ from fineserve_sim.cluster.compose.memory import (
     geometry,
     legacy_kernel,
     offloads,
+    resident_bytes,
     slots_of,
     tenants_on,
     virtual_kv,
@@ -27,9 +28,10 @@ from fineserve_sim.cluster.compose.memory import (
 from fineserve_sim.cluster.compose.place import Placed
 from fineserve_sim.cluster.compose.policies import (
     EngineFactsheet,
-    build_activation_cost,
+    build_activation_costs,
     build_residency,
     build_schedulers,
+    build_sleepers,
 )
 from fineserve_sim.cluster.compose.profiling import sharing_of, slowest, sm_share, step_model
 from fineserve_sim.cluster.engine.kv import CountedBlocks
@@ -41,8 +43,9 @@ from fineserve_sim.cluster.engine.ranks import Rank, Together
 from fineserve_sim.cluster.engine.seating import seated
 from fineserve_sim.cluster.engine.spans import Spans, Wakeups
 from fineserve_sim.cluster.engine.state import Seat
-from fineserve_sim.cluster.fleet.fleet import EngineBytes, FleetMemory, ModelFleet
+from fineserve_sim.cluster.fleet.fleet import ModelFleet
 from fineserve_sim.cluster.fleet.loader import Loader
+from fineserve_sim.cluster.fleet.memory import EngineBytes, FleetMemory
 from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.run import Parts
 from fineserve_sim.cluster.samples import Column, EngineSampler
@@ -100,8 +103,10 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
     bytes_of, models = {}, {}
     for id, served in build.served.items():
         block = geometry(served, settings)
+        weights = weight_bytes(served.model, served.precision, served.tp)
         bytes_of[id] = EngineBytes(
-            weight_bytes(served.model, served.precision, served.tp),
+            weights,
+            resident_bytes(served, settings) - weights,
             fixed_bytes(served, settings),
             virtual_kv(memory, block) if isinstance(memory, KvCachedSpec) else block.block_bytes,
             served.model.max_context_tokens,
@@ -119,6 +124,8 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
     )
     cluster = cluster_of(scenario, build.clock, controller, build.contention, build.links)
 
+    node_of = {gpu.id: gpu.node for gpu in scenario.gpus}
+
     def engine(id: int, model: str, gpus: tuple[int, ...]) -> Engine:
         engine = seated(build.seat(id, model, gpus), cluster)
         offload(engine, build.clock, cluster.log)
@@ -129,7 +136,9 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
         cluster,
         controller,
         FleetMemory(build.ledger, build.managers, partial(_divided, scenario, placed[1])),
-        Loader(build_activation_cost(residency), {gpu.id: gpu.node for gpu in scenario.gpus}),
+        Loader(node_of),
+        build_sleepers(residency, node_of),
+        build_activation_costs(residency),
         bytes_of,
         engine,
     )

@@ -11,16 +11,17 @@ import hashlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal
 
 from fineserve_sim.catalog import loaders
-from fineserve_sim.cluster.fleet.loader import ActivationCost, activation_cost
+from fineserve_sim.cluster.fleet.loader import SWITCH_S, ActivationCost, activation_cost
 from fineserve_sim.policy.fleet.drifting import DriftingHomes
 from fineserve_sim.policy.fleet.prism import PrismResidency
 from fineserve_sim.policy.fleet.qlm import QlmSwapping
+from fineserve_sim.policy.fleet.sleepers import Sleepers, Tier
 from fineserve_sim.policy.fleet.timetable import Timetable
 from fineserve_sim.policy.fleet.views import ResidencyPolicy
 from fineserve_sim.policy.interfaces import (
@@ -142,7 +143,7 @@ def build_schedulers(
     return {tuple(sheet.engine for sheet in members): build(spec, members) for members in scopes.values()}
 
 
-_LOADING = {"engine_pool", "parallel_loading", "engine_start_s", "loader"}
+_LOADING = {"engine_pool", "parallel_loading", "engine_start_s", "loader", "sleep"}
 """Options of a residency that say how long an activation takes."""
 
 
@@ -171,15 +172,34 @@ def _spots(entry: specs.TimetableEntry) -> list[tuple[str, tuple[int, ...]]]:
 
 
 def build_activation_cost(spec: specs.ResidencySpec) -> ActivationCost:
-    """The time that ``Activate`` takes. A QLM swap takes equally long for every model."""
+    """The time that ``Activate`` takes; where engines sleep, from host memory."""
+    return build_activation_costs(spec)[Tier.HOST]
+
+
+def build_activation_costs(spec: specs.ResidencySpec) -> Mapping[Tier, ActivationCost]:
+    """The time that ``Activate`` takes, by where the weights are. A QLM swap takes equally long for every model."""
     if isinstance(spec, specs.QlmResidencySpec):
-        return ActivationCost(spec.swap_s, float("inf"), float("inf"))
-    cost = activation_cost(**spec.model_dump(include=_LOADING - {"loader"}))
-    if spec.loader is None:
-        return cost
-    loader = loaders()[spec.loader]
+        return dict.fromkeys(Tier, ActivationCost(spec.swap_s, float("inf"), float("inf")))
+    if spec.sleep is not None:
+        host, disk = (_loading(f"{spec.sleep.loader}-{medium}", SWITCH_S) for medium in ("host", "disk"))
+        started = replace(disk, overhead_s=disk.overhead_s + spec.engine_start_s)
+        return {Tier.HOST: host, Tier.DISK: disk, Tier.GONE: started}
+    cost = activation_cost(**spec.model_dump(include=_LOADING - {"loader", "sleep"}))
+    return dict.fromkeys(Tier, cost if spec.loader is None else _loading(spec.loader, cost.overhead_s))
+
+
+def _loading(name: str, overhead_s: float) -> ActivationCost:
+    """By a loader of the catalog."""
+    loader = loaders()[name]
     node = loader.node_bytes_per_s
-    return ActivationCost(cost.overhead_s, loader.bytes_per_s.value, node.value if node else float("inf"))
+    return ActivationCost(overhead_s, loader.bytes_per_s.value, node.value if node else float("inf"))
+
+
+def build_sleepers(spec: specs.ResidencySpec, node_of: Mapping[int, int]) -> Sleepers:
+    """Without ``sleep`` in the spec no engine sleeps."""
+    if isinstance(spec, specs.QlmResidencySpec) or spec.sleep is None:
+        return Sleepers(node_of, 0, 0)
+    return Sleepers(node_of, int(spec.sleep.host_gib * 2**30), spec.sleep.processes)
 
 
 def sources_digest(*names: str) -> str:

@@ -1,5 +1,8 @@
 """Models that come and go: carries out the controller's ``Activate`` and ``Evict`` and tells it the time.
 
+An engine that is evicted may fall asleep on its GPUs: ``sleepers`` says which, and for how long. One that is still loading is
+gone, as are models without an engine at the start.
+
 An engine is built when its weights are loaded, and joins its GPUs: their memory, their contention, the scopes of their
 schedulers. When that changes, the domains and scopes that it touches are formed anew. Their spans in flight end after the
 iteration, so no part of an engine needs to know of it.
@@ -7,13 +10,15 @@ iteration, so no part of an engine needs to know of it.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fineserve_sim.cluster.clock import Kind, order_of
 from fineserve_sim.cluster.engine.loop import Engine
 from fineserve_sim.cluster.engine.sequence import SequenceState
-from fineserve_sim.cluster.fleet.loader import Loader
+from fineserve_sim.cluster.fleet.loader import ActivationCost, Loader
+from fineserve_sim.cluster.fleet.memory import EngineBytes, FleetMemory
 from fineserve_sim.cluster.host import Cluster, Fleet, Scope
 from fineserve_sim.cluster.scenario import Left
 from fineserve_sim.cluster.sharing.domain import domains_of
@@ -21,118 +26,10 @@ from fineserve_sim.latency.sharing import IDLE
 from fineserve_sim.policy.commands import Activate, Evict, Survey
 from fineserve_sim.policy.events import EngineDrained, EngineFailed, EngineReady, EnginesResized, GpusRepaired, Tick
 from fineserve_sim.policy.fleet.controller import FleetController
-from fineserve_sim.policy.memory.kvcached import KvCachedManager, VirtualKV
-from fineserve_sim.policy.memory.ledger import MemoryLedger
-from fineserve_sim.policy.memory.paged import GpuMemory, PrivatePools
+from fineserve_sim.policy.fleet.sleepers import Sleeper, Sleepers, Tier
 
 TICK = order_of(Kind.TIMER, 1)
 LOADED = order_of(Kind.TIMER, 2)
-
-
-@dataclass(frozen=True, slots=True)
-class EngineBytes:
-    """The bytes that an engine of a model takes of each of its GPUs: weights to load, all bytes beside KV, its KV block
-    (bytes, or the tensors of virtual memory). ``context_tokens`` bounds a sequence."""
-
-    weight_bytes: int
-    fixed_bytes: int
-    block: VirtualKV | int
-    context_tokens: int
-
-
-class FleetMemory:
-    """The memory of every GPU while engines come and go: their claims in ``ledger``, and ``managers`` of the KV memory in the
-    rest, by GPU. Pages of kvcached take what claims leave, so they are no pool of the ledger. When an engine of private pools
-    comes later, the free bytes are for it and for the loading engines: ``divide`` splits so many bytes among engines, with
-    their models."""
-
-    def __init__(
-        self,
-        ledger: MemoryLedger,
-        managers: Mapping[int, GpuMemory],
-        divide: Callable[[int, Mapping[int, str]], PrivatePools],
-    ) -> None:
-        self.managers = dict(managers)
-        self._ledger = ledger
-        self._divide = divide
-        self._loading: dict[int, dict[int, str]] = {gpu: {} for gpu in managers}  # the models of engines, by GPU
-        for gpu in self.managers:
-            self._set_pool(gpu)
-
-    def expect(self, engine: int, model: str, gpus: Iterable[int]) -> None:
-        """The engine loads."""
-        for gpu in gpus:
-            self._loading[gpu][engine] = model
-
-    def give_up(self, engine: int, gpus: Iterable[int]) -> None:
-        """The engine loads no more."""
-        for gpu in gpus:
-            del self._loading[gpu][engine]
-
-    def claim(self, engine: int, gpus: Iterable[int], fixed_bytes: int, now: float) -> None:
-        """An engine that begins to load takes so much of each GPU."""
-        self._ledger.claim(engine, gpus, fixed_bytes)
-        self._set_limits(gpus, now)
-
-    def release(self, engine: int, now: float) -> None:
-        """An engine, loading or loaded, gives back its claims."""
-        self._set_limits(self._ledger.release(engine), now)
-
-    def _set_limits(self, gpus: Iterable[int], now: float) -> None:
-        for gpu in gpus:
-            manager = self.managers[gpu]
-            if isinstance(manager, KvCachedManager):
-                manager.advance(now)
-                manager.set_limit(self._ledger.left_bytes(gpu))
-
-    def _set_pool(self, gpu: int) -> None:
-        manager = self.managers[gpu]
-        self._ledger.set_pool(gpu, manager.ledger().total_bytes if isinstance(manager, PrivatePools) else 0)
-
-    def join(self, engine: int, gpus: Sequence[int], block: VirtualKV | int, now: float) -> None:
-        """A loaded engine may hold KV from now on, in blocks of so many bytes or in such tensors."""
-        for gpu in gpus:
-            manager = self.managers[gpu]
-            if isinstance(manager, KvCachedManager):
-                assert isinstance(block, VirtualKV)
-                manager.advance(now)
-                manager.join(engine, block)
-            else:
-                assert isinstance(manager, PrivatePools) and isinstance(block, int)
-                parts = self._divide(self._ledger.free_bytes(gpu), self._loading[gpu])
-                manager.join(engine, block, parts.pool(engine).memory.limit_bytes)
-                self._set_pool(gpu)
-        self.give_up(engine, gpus)
-
-    def leave(self, engine: int, gpus: Iterable[int], now: float) -> None:
-        """An engine that holds no KV any more goes."""
-        for gpu in gpus:
-            manager = self.managers[gpu]
-            assert isinstance(manager, KvCachedManager | PrivatePools)
-            if isinstance(manager, KvCachedManager):
-                manager.advance(now)
-            manager.leave(engine)
-            self._set_pool(gpu)
-
-    def free_bytes(self, serving: Mapping[int, Iterable[int]]) -> dict[int, int]:
-        """By GPU, the bytes that the weights of another engine could take now. ``serving`` are the GPUs of the engines with
-        requests: others hold no KV."""
-        free = {gpu: self._ledger.free_bytes(gpu) for gpu in self.managers}
-        for engine, gpus in serving.items():
-            for gpu in gpus:
-                free[gpu] -= self.held_bytes(engine, gpu)
-        return free
-
-    def held_bytes(self, engine: int, gpu: int) -> int:
-        """KV memory that only this engine can use, as long as it holds it. It is 0 for private pools, whose bytes are not free
-        anyway."""
-        manager = self.managers[gpu]
-        return manager.block_bytes_held(engine) if isinstance(manager, KvCachedManager) else 0
-
-    def check(self) -> None:
-        """Raise AssertionError if a KV memory contradicts itself; that claims and pools fit is always checked."""
-        for manager in self.managers.values():
-            manager.check()
 
 
 @dataclass(slots=True)
@@ -147,8 +44,8 @@ class _Resident:
 
 
 class ModelFleet(Fleet):
-    """``bytes_of`` by model; ``build`` makes the engine of a model on GPUs, whose memory knows it already, and brings it
-    to their contention."""
+    """``costs`` of an activation, by where the weights are; ``activations`` counts them. ``bytes_of`` by model. ``build`` makes
+    the engine of a model on GPUs, whose memory knows it already, and brings it to their contention."""
 
     def __init__(
         self,
@@ -156,12 +53,16 @@ class ModelFleet(Fleet):
         controller: FleetController,
         memory: FleetMemory,
         loader: Loader,
+        sleepers: Sleepers,
+        costs: Mapping[Tier, ActivationCost],
         bytes_of: Mapping[str, EngineBytes],
         build: Callable[[int, str, tuple[int, ...]], Engine],
     ) -> None:
         self._cluster, self._controller = cluster, controller
         self._memory, self._loader = memory, loader
+        self._sleepers, self._costs = sleepers, costs
         self._bytes_of, self._build = bytes_of, build
+        self.activations: Counter[Tier] = Counter()
         self._residents: dict[int, _Resident] = {}
         self._serving: dict[str, dict[int, Engine]] = {model: {} for model in bytes_of}
         self._awaited_s = float("inf")  # when what loads changes next
@@ -189,14 +90,17 @@ class ModelFleet(Fleet):
 
     def check(self) -> None:
         self._memory.check()
+        self._sleepers.check()
         for id, engine in self._cluster.engines.items():
             held_bytes = self._memory.held_bytes(id, self._residents[id].gpus[0])
             assert id in self._cluster.active or not (engine.requests or held_bytes), f"engine {id} serves unseen"
 
     def rested(self, engine: Engine, now: float) -> None:
         """The engine is empty: take it away if it drains."""
-        if self._residents[engine.index].drains:
+        resident = self._residents[engine.index]
+        if resident.drains:
             self._take_away(engine.index, now)
+            self._fall_asleep(engine.index, resident, now)
             self._cluster.hear(now, EngineDrained(engine.index))
 
     def _look(self, now: float) -> None:
@@ -206,13 +110,20 @@ class ModelFleet(Fleet):
         for engine in serving.values():
             cluster.settle_now(engine, now)
         running = {id: requests for id, engine in serving.items() if (requests := engine.requests)}
-        free_bytes = self._memory.free_bytes({id: self._residents[id].gpus for id in serving})
+        free_bytes = self._free_bytes()
         for gpu in self._lost:
             del free_bytes[gpu]
         commands = cluster.tell(now, Tick(running, free_bytes))
         for id in self._controller.waited_for():  # a look clears what schedulers noted about memory: ask them again
             cluster.ask_again(cluster.engines[id], now)
         cluster.carry_out(commands, now)
+
+    def _free_bytes(self) -> dict[int, int]:
+        """By GPU, the bytes that another engine could take now, those of sleepers among them: they would end. Exact where
+        serving engines are settled."""
+        serving = {id: self._residents[id].gpus for id in sorted(self._cluster.active)}
+        free_bytes = self._memory.free_bytes(serving)
+        return {gpu: bytes + self._sleepers.process_bytes(gpu) for gpu, bytes in free_bytes.items()}
 
     def _await_loading(self) -> None:
         self._awaited_s = self._loader.next_change_s()
@@ -233,15 +144,49 @@ class ModelFleet(Fleet):
         self._await_loading()
 
     def _activate(self, command: Activate, now: float) -> None:
-        cluster, bytes = self._cluster, self._bytes_of[command.model]
+        bytes = self._bytes_of[command.model]
         self._residents[command.engine] = _Resident(command.model, command.gpus)
-        for engine in self._connected(command.gpus):  # memory that spans counted on may be gone
-            cluster.settle_now(cluster.engines[engine], now)
+        self._settle(command.gpus, now)  # memory that spans counted on may be gone
+        cost = self._costs[self._wake(command, now)]
         self._memory.claim(command.engine, command.gpus, bytes.fixed_bytes, now)
         self._memory.expect(command.engine, command.model, command.gpus)
-        self._loader.begin(now, command.engine, command.gpus, bytes.weight_bytes)
+        self._loader.begin(now, command.engine, command.gpus, bytes.weight_bytes, cost)
         self._await_loading()
         self._cluster.unformed.update(command.gpus)
+
+    def _wake(self, command: Activate, now: float) -> Tier:
+        """Where the weights of an engine come from. Sleepers give it their bytes."""
+        tier, sleeper = self._sleepers.wake(command.model, command.gpus)
+        self.activations[tier] += 1
+        if sleeper is not None:
+            self._memory.release(sleeper.engine, now)
+        if len(self._sleepers):
+            free_bytes, fixed_bytes = self._free_bytes(), self._bytes_of[command.model].fixed_bytes
+            for gpu in command.gpus:
+                self._end(self._sleepers.make_room(gpu, free_bytes[gpu] - fixed_bytes), now)
+        return tier
+
+    def _fall_asleep(self, id: int, resident: _Resident, now: float) -> None:
+        """An engine has left its GPUs; its process may stay."""
+        if self._sleepers.processes == 0:
+            return
+        bytes, gpus = self._bytes_of[resident.model], resident.gpus
+        sleeper = Sleeper(id, resident.model, gpus, bytes.process_bytes, bytes.weight_bytes * len(gpus))
+        self._settle(gpus, now)
+        self._end(self._sleepers.sleep(sleeper, self._free_bytes()), now)
+        if id in self._sleepers:
+            self._memory.claim(id, gpus, bytes.process_bytes, now)
+
+    def _end(self, sleepers: Iterable[Sleeper], now: float) -> None:
+        for sleeper in sleepers:
+            self._settle(sleeper.gpus, now)
+            self._memory.release(sleeper.engine, now)
+            self._cluster.unformed.update(sleeper.gpus)
+
+    def _settle(self, gpus: Iterable[int], now: float) -> None:
+        """Bring the memory of all engines near these GPUs up to now."""
+        for engine in self._connected(gpus):
+            self._cluster.settle_now(self._cluster.engines[engine], now)
 
     def _evict(self, command: Evict, now: float) -> None:
         cluster, resident = self._cluster, self._residents[command.engine]
@@ -254,6 +199,7 @@ class ModelFleet(Fleet):
         if engine is None:
             self._await_loading()
         else:
+            self._fall_asleep(command.engine, resident, now)
             cluster.returned(engine, lost, now, Left.EVICTED)
             if command.drain:
                 cluster.hear(now, EngineDrained(command.engine))
@@ -263,6 +209,7 @@ class ModelFleet(Fleet):
         self._lost.add(number)
         hit = [id for id, resident in self._residents.items() if number in resident.gpus]
         gone = [(cluster.engines.get(id), self._take_away(id, now)) for id in hit]
+        self._end(self._sleepers.lose(number), now)
         self._await_loading()
         for id in hit:  # the first takes all others with it
             cluster.hear(now, EngineFailed(id, (number,)))

@@ -10,6 +10,9 @@ the limit. The three rates below follow from the latencies that the paper report
 
 Tensor-parallel ranks load at the same time with or without parallel loading. Activations that overlap on a node share its
 rate; a GPU that receives two shards shares its own. Without an engine pool a new engine starts before it loads.
+
+Weights may come from several media at once. Media share the link of a GPU, which is as fast as the fastest of them there.
+Each has its own rates to a GPU and to a node beside it: weights from disk leave the rest of the link to those from host memory.
 """
 
 from __future__ import annotations
@@ -38,6 +41,11 @@ class ActivationCost:
         """A model of ``ranks`` shards that loads while nothing else loads on its node."""
         return self.overhead_s + max(shard_bytes / self.gpu_bytes_per_s, ranks * shard_bytes / self.node_bytes_per_s)
 
+    @property
+    def medium(self) -> tuple[float, float]:
+        """Where the weights come from, known by its rates."""
+        return self.gpu_bytes_per_s, self.node_bytes_per_s
+
 
 def activation_cost(
     *, engine_pool: bool = True, parallel_loading: bool = True, engine_start_s: float = ENGINE_START_S
@@ -49,34 +57,47 @@ def activation_cost(
 
 @dataclass(slots=True)
 class Loading:
-    """The transfer of one engine's weights: ``left_bytes`` are still to come on each of its GPUs, all of one node. It begins at
-    ``begins_s``, and advances at ``rate`` bytes per second then."""
+    """The transfer of one engine's weights at this cost: ``left_bytes`` are still to come on each of its GPUs, all of one node.
+    It begins at ``begins_s``, and advances at ``rate`` bytes per second then."""
 
+    cost: ActivationCost
     gpus: tuple[int, ...]
     left_bytes: float
     begins_s: float = 0.0
     rate: float = 0.0
 
 
-def transfer_rates(cost: ActivationCost, loadings: Sequence[Loading], node_of: Mapping[int, int]) -> list[float]:
+Link = tuple[str, int] | tuple[str, int, tuple[float, float]]
+"""What GPUs or nodes receive over, by its number; of one medium, or of all."""
+
+
+def _links(loading: Loading, node: int) -> dict[Link, tuple[int, float]]:
+    """The links that a loading goes over: how many of its shards do, and what it gets there alone."""
+    cost, medium = loading.cost, loading.cost.medium
+    found: dict[Link, tuple[int, float]] = {("node", node, medium): (len(loading.gpus), cost.node_bytes_per_s)}
+    for gpu in loading.gpus:
+        found["gpu", gpu, medium] = found["gpu", gpu] = 1, cost.gpu_bytes_per_s
+    return found
+
+
+def transfer_rates(loadings: Sequence[Loading], node_of: Mapping[int, int]) -> list[float]:
     """Bytes per second at which every shard of each loading advances now, all sharing links max-min fairly.
 
-    A GPU's link carries ``gpu_bytes_per_s``, a node's host memory ``node_bytes_per_s``. Max-min by progressive filling: all
-    rates grow alike until a link is full; what goes over it keeps its rate, the others go on.
+    From one medium a GPU gets ``gpu_bytes_per_s``, a node ``node_bytes_per_s``; from all media a GPU gets what the fastest
+    gives. Max-min by progressive filling: all rates grow alike until a link is full; what goes over it keeps its rate, the
+    others go on.
     """
-    users = [  # how many shards of each loading go over which link
-        {("node", node_of[loading.gpus[0]]): len(loading.gpus)} | {("gpu", gpu): 1 for gpu in loading.gpus}
-        for loading in loadings
-    ]
-    links = {
-        link: cost.node_bytes_per_s if link[0] == "node" else cost.gpu_bytes_per_s for use in users for link in use
-    }
+    users = [_links(loading, node_of[loading.gpus[0]]) for loading in loadings]
+    links: dict[Link, float] = {}  # the fastest medium over each
+    for use in users:
+        for link, (_, most) in use.items():
+            links[link] = max(most, links.get(link, 0.0))
     rates = [0.0] * len(loadings)
     growing = set(range(len(loadings)))
     while growing:
-        load = Counter[tuple[str, int]]()
+        load = Counter[Link]()
         for index in growing:
-            load.update(users[index])
+            load.update({link: shards for link, (shards, _) in users[index].items()})
         step = min(links[link] / shards for link, shards in load.items())
         full = {link for link, shards in load.items() if links[link] / shards <= step * (1 + 1e-12)}
         for link, shards in load.items():
@@ -91,18 +112,17 @@ class Loader:
     """The activations under way on all nodes: engine work first, then the transfer. Its owner asks when something changes
     next, and advances it to that time or an earlier one."""
 
-    def __init__(self, cost: ActivationCost, node_of: Mapping[int, int]) -> None:
-        self._cost = cost
+    def __init__(self, node_of: Mapping[int, int]) -> None:
         self._node_of = dict(node_of)
         self._now = 0.0
         self._loadings: dict[int, Loading] = {}  # by engine
 
-    def begin(self, now: float, engine: int, gpus: tuple[int, ...], shard_bytes: int) -> None:
-        """An activation starts at ``now``. Raises ValueError for an engine that loads already."""
+    def begin(self, now: float, engine: int, gpus: tuple[int, ...], shard_bytes: int, cost: ActivationCost) -> None:
+        """An activation of this cost starts at ``now``. Raises ValueError for an engine that loads already."""
         if engine in self._loadings:
             raise ValueError(f"engine {engine} loads already")
         self._move_on(now)
-        self._loadings[engine] = Loading(gpus, shard_bytes, now + self._cost.overhead_s)
+        self._loadings[engine] = Loading(cost, gpus, shard_bytes, now + cost.overhead_s)
 
     def cancel(self, now: float, engine: int) -> None:
         """The engine does not load any more; nothing happens if it did not."""
@@ -136,6 +156,6 @@ class Loader:
                 there.append(engine)
             elif loading.begins_s <= now:
                 moving.append(loading)
-        for loading, rate in zip(moving, transfer_rates(self._cost, moving, self._node_of), strict=True):
+        for loading, rate in zip(moving, transfer_rates(moving, self._node_of), strict=True):
             loading.rate = rate
         return there
