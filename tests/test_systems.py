@@ -44,7 +44,7 @@ CHOICES_OF_A_USER = {
     "memory.vtensor.extend",
     "residency.timetable.entries",
     *(f"residency.{policy}.{name}" for policy in ("drifting", "timetable") for name in ("tick_s", "engine_start_s")),
-    *(f"residency.{policy}.loader" for policy in ("prism", "drifting", "timetable")),
+    *(f"residency.{policy}.{name}" for policy in ("prism", "drifting", "timetable") for name in ("loader", "sleep")),
 }
 """Options that no shipped file sets and no paper leaves open: another bound, a smaller world for tests, a what-if, a plan in
 time, what an engine takes to come."""

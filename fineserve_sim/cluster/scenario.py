@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from fineserve_sim.catalog import GpuSpec, ModelSpec, PrecisionSpec, data_ranks
 from fineserve_sim.cluster.offloading import KVOffloading
 from fineserve_sim.latency.cost import Source
+from fineserve_sim.policy.fleet.sleepers import Tier
 from fineserve_sim.policy.interfaces import TYPICAL_VARIANCE, Placement
 from fineserve_sim.systems import Sharing, SystemSpec
 
@@ -345,6 +346,9 @@ COUNTERS = (
     "bubble_fraction",
 )
 """The counters of a single-model cluster (``samples.py``)."""
+
+WAKES = {Tier.HOST: "wakes_from_host", Tier.DISK: "wakes_from_disk", Tier.GONE: "starts"}
+"""The counters of a fleet whose engines sleep: activations, by where the weights were."""
 
 
 OUTCOMES = ("first_token_s", "finish_s", "fate", "preemptions", "engine", "cause", "generated_tokens")

@@ -230,7 +230,7 @@ def sleeping(random: Random) -> Scenario:
     )
     system = SystemSpec.model_validate(system.model_dump() | {"residency": residency, "memory": memory})
     process_bytes = max(resident_bytes(m, settings) for m in scenario.models) // 2
-    usable_bytes = int(settings.memory_utilization * H100.memory_bytes) + random.choice([0, 1, 3]) * process_bytes
+    usable_bytes = int(settings.memory_utilization * H100.memory_bytes) + random.choice([0, 1, 3, 8]) * process_bytes
     scenario = replace(scenario, system=system, engine=with_usable_bytes(usable_bytes, settings))
     if scenario.faults or random.random() < 0.7:
         return scenario

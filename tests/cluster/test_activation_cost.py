@@ -74,6 +74,39 @@ def test_what_one_cannot_use_the_others_get() -> None:
         assert transfer_rates(loadings, NODE_OF) == pytest.approx(rates)
 
 
+def test_media_share_the_link_of_a_gpu_and_nothing_else() -> None:
+    """From disk 4/s to a GPU and 6/s to a node; from host memory 10/s, as fast as the link is. On GPU 0 weights from disk leave
+    6/s or 7/s to those from host memory. A second load from disk to GPU 0 has half of what comes from disk there."""
+    host, disk = ActivationCost(0.0, 10.0, float("inf")), ActivationCost(3.0, 4.0, 6.0)
+    by_disk, by_host, beside = Loading(disk, (0,), 1), Loading(host, (0,), 1), Loading(disk, (1,), 1)
+    assert transfer_rates([by_disk, by_host], NODE_OF) == pytest.approx([4.0, 6.0])
+    assert transfer_rates([by_disk, by_host, beside], NODE_OF) == pytest.approx([3.0, 7.0, 3.0])
+    assert transfer_rates([by_disk, Loading(disk, (0,), 1), by_host], NODE_OF) == pytest.approx([2.0, 2.0, 6.0])
+    assert transfer_rates([by_disk, beside], NODE_OF) == pytest.approx([3.0, 3.0])
+    assert transfer_rates([by_host, Loading(host, (0, 1), 1), Loading(host, (1,), 1)], NODE_OF) == pytest.approx(
+        [5.0] * 3
+    )
+
+
+@given(st.lists(st.tuples(st.booleans(), st.sets(st.integers(0, 2), min_size=1)), max_size=6), st.floats(1, 30))
+def test_media_share_links_max_min_fairly(drawn: list[tuple[bool, set[int]]], node_bytes_per_s: float) -> None:
+    """From host memory (True) and from disk, on three GPUs: each loading goes over a full link on which nobody is faster."""
+    cost = {True: ActivationCost(0.0, 10.0, float("inf")), False: ActivationCost(0.0, 4.0, node_bytes_per_s)}
+    rates = transfer_rates([Loading(cost[host], tuple(sorted(gpus)), 1) for host, gpus in drawn], NODE_OF)
+    links = [(node_bytes_per_s, [(index, len(gpus)) for index, (host, gpus) in enumerate(drawn) if not host])]
+    for gpu in range(3):
+        here = [index for index, (_, gpus) in enumerate(drawn) if gpu in gpus]
+        links += [(10.0, [(index, 1) for index in here]), (4.0, [(index, 1) for index in here if not drawn[index][0]])]
+    held: set[int] = set()
+    for most, users in links:
+        carried = sum(rates[index] * shards for index, shards in users)
+        assert carried <= most * (1 + 1e-9)
+        if users and carried >= most * (1 - 1e-9):
+            fastest = max(rates[index] for index, _ in users)
+            held |= {index for index, _ in users if rates[index] >= fastest * (1 - 1e-9)}
+    assert held == set(range(len(drawn)))
+
+
 def test_infinite_rates_leave_the_overhead() -> None:
     """A QLM swap: one time, whatever the model, and side by side."""
     swap = ActivationCost(30.0, float("inf"), float("inf"))

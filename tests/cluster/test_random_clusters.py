@@ -19,6 +19,7 @@ CASES = {
     "qlm": (9, {"activations": 30, "evictions": 30}),
     "drifting": (4, {"activations": 2}),
     "timetable": (4, {"activations": 10, "evictions": 10}),
+    "sleeping": (6, {"faults": 5, "activations": 20, "evictions": 15, "finished": 100}),
     "failing": (8, {"faults": 10, "activations": 20, "finished": 150}),
     "replicas": (5, {"preemptions": 15}),
     "instances": (6, {"preemptions": 20, "faults": 2}),

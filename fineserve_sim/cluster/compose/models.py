@@ -49,7 +49,7 @@ from fineserve_sim.cluster.fleet.memory import EngineBytes, FleetMemory
 from fineserve_sim.cluster.host import Cluster, Scope
 from fineserve_sim.cluster.run import Parts
 from fineserve_sim.cluster.samples import Column, EngineSampler
-from fineserve_sim.cluster.scenario import Scenario, ScenarioError
+from fineserve_sim.cluster.scenario import WAKES, EngineSettings, Scenario, ScenarioError, ServedModel
 from fineserve_sim.cluster.sharing.contention import Contention
 from fineserve_sim.cluster.sharing.domain import domains_of
 from fineserve_sim.latency import StepModel
@@ -61,6 +61,7 @@ from fineserve_sim.policy.fleet.views import ResidencyPolicy
 from fineserve_sim.policy.interfaces import GpuSlot, Instance, LocalScheduler, ModelDemand
 from fineserve_sim.policy.memory.paged import PrivatePools
 from fineserve_sim.systems.spec import (
+    ActivationSpec,
     ContiguousSpec,
     KvCachedSpec,
     KvSlabSpec,
@@ -94,23 +95,16 @@ def compose(scenario: Scenario, placed: Placed) -> Parts:
 
 
 def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
-    """As ``compose``, for engines that come and go: models that the placement finds no room for stay in host memory."""
+    """As ``compose``, for engines that come and go. Models that the placement finds no room for have no engine at first; where
+    engines sleep, they have no process either, and weights on disk alone."""
     settings, memory, residency = scenario.engine, scenario.system.memory, scenario.system.residency
     assert residency is not None
     if not isinstance(memory, KvCachedSpec | PrivatePoolsSpec):
         raise ScenarioError(f"a system with residency needs memory kvcached or private, not {memory.policy}")
     build = Builder(scenario, placed)
-    bytes_of, models = {}, {}
+    bytes_of = {id: _engine_bytes(served, settings, memory) for id, served in build.served.items()}
+    models = {}
     for id, served in build.served.items():
-        block = geometry(served, settings)
-        weights = weight_bytes(served.model, served.precision, served.tp)
-        bytes_of[id] = EngineBytes(
-            weights,
-            resident_bytes(served, settings) - weights,
-            fixed_bytes(served, settings),
-            virtual_kv(memory, block) if isinstance(memory, KvCachedSpec) else block.block_bytes,
-            served.model.max_context_tokens,
-        )
         demand = replace(placed[1][id], weight_bytes=bytes_of[id].fixed_bytes, activation_bytes=0)
         models[id] = FleetModel(demand, served.model.max_context_tokens)
     slots, demands = slots_of(scenario), {id: model.demand for id, model in models.items()}
@@ -124,14 +118,13 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
     )
     cluster = cluster_of(scenario, build.clock, controller, build.contention, build.links)
 
-    node_of = {gpu.id: gpu.node for gpu in scenario.gpus}
-
     def engine(id: int, model: str, gpus: tuple[int, ...]) -> Engine:
         engine = seated(build.seat(id, model, gpus), cluster)
         offload(engine, build.clock, cluster.log)
         Spans(engine, build.wakeups[gpus[0]], shares_gpu=True)
         return engine
 
+    node_of = {gpu.id: gpu.node for gpu in scenario.gpus}
     fleet = ModelFleet(
         cluster,
         controller,
@@ -144,7 +137,23 @@ def compose_fleet(scenario: Scenario, placed: Placed) -> Parts:
     )
     fleet.begin([(instance.model, instance.gpus) for instance in build.placement.instances])
     columns = [Column(id, partial(fleet.engines_of, id), partial(fleet.queued_for, id)) for id in build.served]
-    return build.parts(cluster, columns, tuple(build.ledger.usable_bytes.values()))
+    parts = build.parts(cluster, columns, tuple(build.ledger.usable_bytes.values()))
+    if isinstance(residency, ActivationSpec) and residency.sleep is not None:
+        return replace(parts, counters=lambda _: {name: fleet.activations[tier] for tier, name in WAKES.items()})
+    return parts
+
+
+def _engine_bytes(
+    served: ServedModel, settings: EngineSettings, memory: KvCachedSpec | PrivatePoolsSpec
+) -> EngineBytes:
+    weights, block = weight_bytes(served.model, served.precision, served.tp), geometry(served, settings)
+    return EngineBytes(
+        weights,
+        resident_bytes(served, settings) - weights,
+        fixed_bytes(served, settings),
+        virtual_kv(memory, block) if isinstance(memory, KvCachedSpec) else block.block_bytes,
+        served.model.max_context_tokens,
+    )
 
 
 def _divided(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fineserve_sim.cluster.scenario import COUNTERS
+from fineserve_sim.cluster.scenario import COUNTERS, WAKES
 
 PERCENTILES = (50, 90, 95, 99, 99.9)
 ATTAINMENTS = ("ttft_attainment", "tpot_attainment", "e2e_attainment", "slo_attainment")
@@ -21,7 +21,14 @@ PER_MODEL = (
     "waiting_max",
     "kv_used_peak_bytes",
 )
-CLUSTER_WIDE = ("kv_use_mean", "kv_use_peak", "gpu_hours_per_mtoken", "gpu_hours_per_1000_within", *COUNTERS)
+CLUSTER_WIDE = (
+    "kv_use_mean",
+    "kv_use_peak",
+    "gpu_hours_per_mtoken",
+    "gpu_hours_per_1000_within",
+    *COUNTERS,
+    *WAKES.values(),
+)
 METRICS = (*ATTAINMENTS, *PER_MODEL, *CLUSTER_WIDE)
 
 

@@ -16,6 +16,7 @@ the same. Latencies and attainment count the measured requests, however late the
   output tokens, and a thousand requests within all limits.
 * KV use: bytes used / KV capacity of the cluster, mean and peak over the timeline's samples in the window.
 * counters of single-model clusters (demand, drops, exchanges, bubbles): ``cluster/samples.py``.
+* counters of fleets whose engines sleep: activations by where the weights were (``scenario.WAKES``).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fineserve_sim.cluster import Fate
-from fineserve_sim.cluster.scenario import COUNTERS
+from fineserve_sim.cluster.scenario import COUNTERS, WAKES
 from fineserve_sim.experiment.file.metric_names import ATTAINMENTS, EACH, METRICS, PER_MODEL, PERCENTILES, overall
 from fineserve_sim.experiment.results import misses
 from fineserve_sim.experiment.results.hits import Hits
@@ -211,7 +212,12 @@ def cluster_values(
         "kv_use_peak": used_bytes[1] / capacity_bytes,
         "gpu_hours_per_mtoken": cluster.gpus / 3600 * 1e6 / tokens_per_s if tokens_per_s else math.nan,
         "gpu_hours_per_1000_within": cluster.gpus * seconds / 3600 / within * 1000 if within and seconds else math.nan,
-    } | ({name: cluster.counters.get(name, math.nan) for name in COUNTERS} if cluster.counters else {})
+    } | {
+        name: cluster.counters.get(name, math.nan)
+        for kind in (COUNTERS, tuple(WAKES.values()))
+        if not cluster.counters.keys().isdisjoint(kind)
+        for name in kind
+    }
 
 
 def estimate(runs: Sequence[Measures], metric: str, model: str = "") -> Sample:
