@@ -96,13 +96,13 @@ def deployments() -> str:
 
 
 def loaders() -> str:
-    """How fast weights come to a GPU."""
-    rows = []
+    """How fast weights come to a GPU; a source is said once."""
+    rows, said = [], ""
     for name, one in catalog.loaders().items():
         node = f"{one.node_bytes_per_s.value / 1e9:g}" if one.node_bytes_per_s else "-"
-        rows.append(
-            (f"`{name}`", f"{one.bytes_per_s.value / 1e9:g}", node, one.bytes_per_s.kind, one.bytes_per_s.source)
-        )
+        rate = one.bytes_per_s
+        source, said = "the same" if rate.source == said else rate.source, rate.source
+        rows.append((f"`{name}`", f"{rate.value / 1e9:g}", node, rate.kind, source))
     return table(("loader", "GB/s to a GPU", "GB/s to a node", "kind", "source"), rows)
 
 

@@ -334,16 +334,8 @@ class Timeline:
 
 
 COUNTERS = (
-    "kv_demand_mean",
-    "kv_demand_peak",
-    "throttlings",
-    "drops",
-    "restores",
-    "migrations",
-    "exchange_mean_s",
-    "exchange_max_s",
-    "exchange_bytes",
-    "bubble_fraction",
+    *("kv_demand_mean", "kv_demand_peak", "throttlings", "drops", "restores", "migrations"),
+    *("exchange_mean_s", "exchange_max_s", "exchange_bytes", "bubble_fraction"),
 )
 """The counters of a single-model cluster (``samples.py``)."""
 

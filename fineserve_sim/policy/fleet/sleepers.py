@@ -7,8 +7,8 @@ with its context and its captured graphs. So an engine wakes as fast as its weig
     disk   asleep at level 2      weights from disk
     gone   no process there       a process starts, weights from disk
 
-Source: vLLM's documentation, Sleep Mode. Its authors measured wakes of 0.1 to 6 s from level 1 and of 0.8 to 2.6 s from
-level 2, for models of 0.6B to 235B on A4000 and A100 (blog.vllm.ai, 2025-10-26).
+Source: vLLM's documentation, Sleep Mode. Wakes took 0.1 to 6 s from level 1 and 0.8 to 2.6 s from level 2, for models of 0.6B
+to 235B on A4000 and A100 (blog.vllm.ai, 2025-10-26).
 
 An engine falls asleep on its own GPUs and wakes there alone. Host memory keeps the weights that were needed last. Where it is
 full, the weights of the longest sleepers of the node are discarded. A model larger than all of it sleeps at level 2. Sleepers
