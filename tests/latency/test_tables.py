@@ -123,6 +123,30 @@ def test_unmeasured_shapes_are_filled_from_their_neighbours() -> None:
     assert seconds == pytest.approx(whole.latency_s[1, 1], rel=0.1)
 
 
+@pytest.mark.parametrize(("gpu_name", "dtype", "part"), [("h200-sxm", "fp8", 0.1), ("h200-sxm", "bfloat16", 0.0)])
+def test_the_h200s_narrow_products_read_faster_in_an_engine(gpu_name: str, dtype: str, part: float) -> None:
+    """By a tenth of the time to read the weights that products do not hide; by nothing where they compute longer."""
+    of, grid = gpu(gpu_name), shipped(gpu_name).grids[f"gemm/{dtype}"]
+    n, k = (int(grid.axes[axis][-3]) for axis in ("n", "k"))
+    i, j = (int(np.flatnonzero(grid.axes[axis] == size)[0]) for axis, size in (("n", n), ("k", k)))
+    seconds = GemmTable(grid, dtype, of).raw_s(n, k, of)
+    read_s = n * k * (1 if dtype == "fp8" else 2) / of.memory_bytes_per_s
+    computes_s = 2.0 * n * k * grid.axes["m"] / of.peak_flops_per_s("fp8" if dtype == "fp8" else "bf16")
+    less_s = grid.latency_s[i, j] - seconds
+    known = ~np.isnan(less_s)
+    assert known.sum() > 10
+    assert less_s[known] == pytest.approx((part * np.maximum(read_s - computes_s, 0.0))[known], rel=1e-9, abs=1e-15)
+
+
+def test_a_corrected_product_never_beats_the_memory() -> None:
+    of = gpu("h200-sxm")
+    read_s = 4096.0 * 4096 / of.memory_bytes_per_s
+    axes = {"n": np.array([4096]), "k": np.array([4096]), "m": np.array([1, 16])}
+    for measured_s, corrected_s in ((1.05 * read_s, read_s), (2 * read_s, 1.9 * read_s), (0.9 * read_s, 0.9 * read_s)):
+        table = GemmTable(Grid(axes, np.full((1, 1, 2), measured_s)), "fp8", of)
+        assert table.raw_s(4096, 4096, of)[0] == pytest.approx(corrected_s, rel=1e-3)
+
+
 def test_beyond_the_measured_rows_latency_grows_in_proportion() -> None:
     line = GemmTable(roofline_grid(1e-6, 0.5), "bfloat16", H100).line(4096, 4096, H100)
     assert line.at(np.array([32768.0]))[0] == pytest.approx(4 * line.at(np.array([8192.0]))[0], rel=1e-12)

@@ -80,7 +80,7 @@ def read_silicon(frame: pd.DataFrame, path: Path) -> MeasuredSet:
 
     def case(placed: tuple[int, dict[Any, Any]]) -> Case:
         place, row = placed
-        found = _case(row, stem(path))
+        found = _case(row, stem(path), place)
         check_positive(frame.iloc[place : place + 1], (*LOAD, *MEASURED), path, may_miss=(*MEASURED, "concurrency"))
         return found
 
@@ -203,7 +203,7 @@ def _serving(row: dict[Any, Any]) -> Serving:
     return replace(bare, mean_tokens=int(row["isl"] + row["osl"] / 2))
 
 
-def _case(row: dict[Any, Any], name: str) -> Case:
+def _case(row: dict[Any, Any], name: str, place: int) -> Case:
     row = _as_run(row)
     if row["mode"] != "agg":
         return _apart(row, name)
@@ -214,7 +214,8 @@ def _case(row: dict[Any, Any], name: str) -> Case:
     inferencemax = str(row["source_kind"]).startswith("inferencemax")
     clients = int(row["concurrency"]) * (1 if inferencemax else data_ranks(served))
     engine = (row["backend"], version)
-    fitted = not inferencemax and is_fitted(*engine, served.name, tp, gpu.name)
+    read = not inferencemax and is_fitted(*engine, served.name, tp, gpu.name)
+    fitted = read or (place % 2 == 0 and (row["backend"], served.name, gpu.name) == SLOWER_ALONE_ON)
     name = f"{name}, {gpu.name}{', reading chosen on these rows' if fitted else ''}"
     label = Label(name, row["backend"], row["model_path"], bare.precision.name, tp)
     serving = supported(replace(bare, max_sequences=clients))
@@ -328,6 +329,8 @@ CHOSEN: dict[tuple[str, str], Reading] = {
 """Readings by engine and version. Other versions have ``USUAL``, TensorRT-LLM the generator's budget."""
 OWN_CAMPAIGN = {("trtllm", "1.0.0rc3", "llama-3.1-8b"): FEWER_SLOTS}
 FITTED_ON = ("qwen3-32b", 4, "h100-sxm")
+SLOWER_ALONE_ON = ("vllm", "llama-3.1-70b", "h200-sxm")
+"""The rows on which ``latency.tables.curves.SLOWER_ALONE`` was fitted: the first of the file, the third and so on."""
 
 
 def reading_of(backend: str, version: str, model: str) -> Reading:
