@@ -8,8 +8,8 @@ of the ``local`` experts of a GPU, if routing is uniform and tokens are independ
 ``tokens * active / spread`` rows, a GPU's share of all where whole experts are spread over the group.
 
 A table has the seconds of one layer by shape and tokens. Another shape, format or GPU keeps the ratio to its own roofline of
-the nearest shape that was measured. A GPU whose tables have no kernel of 4-bit weights takes that of the GPU with the nearest
-shape: on an A100, experts in MXFP4 are Marlin's, which an L40S measures in the shape of gpt-oss.
+the nearest shape that was measured. A GPU whose tables have no kernel of narrow weights takes that of the GPU with the nearest
+shape: on an A100, experts in FP8 or MXFP4 are Marlin's, which an L40S measures in the shape of gpt-oss.
 """
 
 from __future__ import annotations
@@ -48,6 +48,9 @@ FORMAT_PRECISION: Mapping[str, str] = {
 }
 """The precision whose roofline a format has."""
 
+MARLIN = ("w4a16_mxfp4", "int4_wo")
+"""The formats of Marlin's experts, which multiply narrower weights in 16 bits."""
+
 ALIGNED_KERNELS = 8
 """Quantise, count, permute, product, activation with quantisation, product, gather and reduce, routing."""
 LEAST_ALIGNED_OUTPUTS = 512
@@ -55,6 +58,8 @@ LEAST_ALIGNED_OUTPUTS = 512
 
 FAR = 100.0
 """A distance that only what has no other neighbour goes."""
+MOST_MISSING = 0.5
+"""The part of a shape's batches that may be missing. Eight shapes of Llama 4 on a B200 were measured up to four tokens."""
 
 
 def touched(local: Floats | float, count: Floats | float, active: Floats | float, tokens: Floats) -> Floats:
@@ -92,10 +97,11 @@ def formats(format_: PrecisionSpec) -> tuple[tuple[str, ...], ...]:
     if format_.name == FORMAT_PRECISION["w4a16_mxfp4_triton"]:
         return ("w4a16_mxfp4_triton",), ("int4_wo",), ("bfloat16",)
     if format_.name == FORMAT_PRECISION["w4a16_mxfp4"]:
-        return ("w4a16_mxfp4", "int4_wo"), ("bfloat16",)
+        return MARLIN, ("bfloat16",)
     known = {
-        (4, 16): (("int4_wo", "w4a16_mxfp4"), ("bfloat16",)),
+        (4, 16): (MARLIN[::-1], ("bfloat16",)),
         (8, 8): (("fp8_block",), ("fp8",), ("bfloat16",)),
+        (8, 16): (MARLIN, ("bfloat16",)),
         (4, 4): (("nvfp4",), ("int4_wo",), ("bfloat16",)),
     }
     return known.get((format_.weight_bits, format_.activation_bits), (("bfloat16",),))
@@ -143,7 +149,8 @@ class ExpertTables:
         )
         whole = padded(work, format_)
         ours = self._ideal_s(whole, format_, gpu, tokens)
-        same = distance == 0 and whole == work and gpu == self.reference and name == formats(format_)[0][0]
+        own = distance == 0 and whole == work and gpu == self.reference
+        same = own and name == formats(format_)[0][0] and format_.weight_bits == int(FORMAT_BITS[name])
         return TabledExperts(Line(tokens, seconds if same else seconds * ours / theirs), same, f"experts/{name}")
 
     @staticmethod
@@ -162,7 +169,8 @@ def _work(shape: Ints, like: ExpertWork) -> ExpertWork:
 def _nearest(grid: Grid, work: ExpertWork) -> tuple[int, float]:
     """The measured shape nearest in the logarithms of what a GPU holds and does, and how far it is.
 
-    Whole experts are measured on the GPU that gets most tokens; such rows stand for whole experts alone.
+    Whole experts are measured on the GPU that gets most tokens; such rows stand for whole experts alone. A shape of which most
+    sizes of batch could not be measured stands for none.
     """
     count, active, hidden, width, split, spread = grid.axes["shape"].astype(np.float64).T
     there = np.array([count / spread, active / spread, count, hidden, width / split])
@@ -170,5 +178,6 @@ def _nearest(grid: Grid, work: ExpertWork) -> tuple[int, float]:
     distances = np.abs(np.log(there) - np.log(mine)[:, None]).sum(axis=0)
     distances += 1e-9 * (split != work.split)  # the same work, split otherwise
     distances += FAR * ((spread > 1) != (work.spread > 1))
+    distances[np.isnan(grid.latency_s).mean(axis=1) > MOST_MISSING] = np.inf
     place = int(distances.argmin())
     return place, 0.0 if distances[place] < 1e-6 else float(distances[place])

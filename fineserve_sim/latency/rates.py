@@ -21,8 +21,10 @@ from fineserve_sim.catalog import (
     gpu,
     kernel_rates,
 )
+from fineserve_sim.catalog import precision as stored_precision
 
 Kernel = StreamKernel | GemmKernel
+BITS_16 = 16
 
 
 class Provenance(NamedTuple):
@@ -99,11 +101,15 @@ class _Target:
         return GemmKernel(launch_s=stream.launch_s, bytes_per_s=stream.bytes_per_s, flops_per_s=flops)
 
 
-def _weight_only(kernel: GemmKernel) -> GemmKernel:
-    """Products in 16 bits on 8-bit weights: at the rates of products in 16 bits, no measurement of its own."""
+MARLIN_EXPERTS = "W4A16-experts"
+"""The experts that stand for narrower weights in 16-bit products: vLLM's kernel of both is Marlin where a GPU lacks FP8."""
+
+
+def _weight_only(kernel: GemmKernel, bits: int) -> GemmKernel:
+    """Products in 16 bits on weights of ``bits``: at the rates of another kernel that unpacks, or of 16 bits; not measured."""
     rates = {
         name: Quantity(
-            value=quantity.value, kind="assumed", source=f"8-bit weights unpacked to 16 bits: {quantity.source}"
+            value=quantity.value, kind="assumed", source=f"{bits}-bit weights unpacked to 16 bits: {quantity.source}"
         )
         for name in GemmKernel.model_fields
         if (quantity := getattr(kernel, name))
@@ -114,8 +120,8 @@ def _weight_only(kernel: GemmKernel) -> GemmKernel:
 def _marlin_peaks(
     precision: PrecisionSpec, peaks: tuple[float, float], gpu_spec: GpuSpec, reference: GpuSpec
 ) -> tuple[float, float]:
-    """The peaks of a kernel on both GPUs. Marlin (4-bit weights in 16-bit products) reaches the peaks of mma.sync."""
-    if (precision.weight_bits, precision.activation_bits) != (4, 16) or precision.name.endswith("Triton"):
+    """The peaks of a kernel on both GPUs. Marlin (narrower weights in 16-bit products) reaches the peaks of mma.sync."""
+    if precision.activation_bits != BITS_16 or precision.weight_bits == BITS_16 or precision.name.endswith("Triton"):
         return peaks
     return gpu_spec.mma_part * peaks[0], reference.mma_part * peaks[1]
 
@@ -157,8 +163,11 @@ def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int, experts: bool 
     peaks = gpu_spec.peak_flops_per_s(core), reference.peak_flops_per_s("fp8" if core == "fp4" else core)
     narrow = _marlin_peaks(precision, peaks, gpu_spec, reference)
     product, product_peaks = table.gemm[precision.name], peaks
+    moe = table.experts.get(precision.name)
+    if precision.activation_bits > stored_precision(precision.name).activation_bits:
+        moe = _weight_only(table.experts[MARLIN_EXPERTS], precision.weight_bits)
     if precision.weight_bits == 8 and core == "bf16":
-        product = _weight_only(table.gemm["W16A16"])
+        product = _weight_only(table.gemm["W16A16"], precision.weight_bits)
     elif precision.weight_bits == 4 and core == "bf16" and precision.scope == "linears":
         product, product_peaks = table.gemm["W4A16"], narrow
     bf16 = (gpu_spec.bf16_flops_per_s, reference.bf16_flops_per_s)
@@ -178,5 +187,5 @@ def resolve(gpu_spec: GpuSpec, precision: PrecisionSpec, tp: int, experts: bool 
         activation=target.stream(small.activation),
         embedding=target.stream(small.embedding),
         all_reduce=target.stream(table.all_reduce[tp], link=True) if tp > 1 else None,
-        experts=target.gemm(table.experts[precision.name], *narrow) if experts else None,
+        experts=target.gemm(moe, *narrow) if experts and moe else None,
     )

@@ -228,9 +228,11 @@ class TableOperators(Operators):
 
     @cached_property
     def _expert_tables(self) -> ExpertTables:
-        """The GPU's own tables. If they lack a kernel of 4-bit weights, the tables of the GPU that has the nearest shape."""
+        """The GPU's own tables. If they lack a kernel of narrow weights, the tables of the GPU that has the nearest shape."""
         own, work = ExpertTables(self.layer_tables, self.reference), expert_work(self.model, self.tp)
-        if work is None or self.precision.weight_bits != BITS_4 or own.narrow(self.precision):
+        bits = self.precision.weight_bits
+        narrow = bits == BITS_4 or bits < self.precision.activation_bits
+        if work is None or not narrow or own.narrow(self.precision):
             return own
         others = [ExpertTables(shipped_layers(name), gpu(name)) for name in DEVICES]
         far = [one.distance(work, self.precision) for one in others]

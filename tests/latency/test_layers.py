@@ -244,6 +244,34 @@ def test_beside_prompts_each_decode_fills_a_chunk_of_linear_attention(tables: bo
     assert step.step_s(8, 800, 100, 5050, 0, 9) == pytest.approx(2 * alone_s)
 
 
+@pytest.mark.parametrize("fmt", ["W8A8", "W8A8-block"])
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "qwen3-30b-a3b"])
+def test_experts_in_fp8_on_an_a100_are_unpacked_by_marlin(name: str, fmt: str) -> None:
+    """A batch that touches all experts reads half of what 16 bits take; Marlin computes no faster than 4-bit weights let it."""
+    wide, narrow, four = (step_of(name, 4, one, on="a100-80gb").operators for one in ("W16A16", fmt, "W4A16-experts"))
+    assert all(isinstance(one, TableOperators) and one.expert_table for one in (wide, narrow, four))
+    tokens = np.array([64.0, 8192.0])
+    seconds = [one.expert_table.line.at(tokens) for one in (wide, narrow, four)]
+    assert 0.5 < seconds[1][0] / seconds[0][0] < 0.65
+    assert seconds[1][1] == pytest.approx(seconds[2][1], rel=0.01)
+    assert wide.expert_table.exact and not narrow.expert_table.exact
+
+
+def test_nvfp4_experts_without_fp4_cores_compute_as_marlins() -> None:
+    """Not at the rates of FP8 products, which the format has where nothing unpacks it."""
+    rates, marlin = (resolve(H100, precision(fmt), 1, True).experts for fmt in ("nvfp4", "W4A16-experts"))
+    assert rates is not None and marlin is not None
+    assert rates.flops_per_s.value == marlin.flops_per_s.value and rates.flops_per_s.kind == "assumed"
+    assert marlin.flops_per_s.kind == "measured"
+
+
+def test_shapes_that_were_hardly_measured_stand_for_none() -> None:
+    """A B200 has Llama 4's experts in 16 bits at TP 4 for one token alone: a prompt is not that many times a decode."""
+    prompt = (0, 0, 2048, 2048 * 2049 / 2, 0, 1)
+    older, newer = (step_of("llama-4-scout", 4, "W16A16", on=on).step_s(*prompt) for on in ("h200-sxm", "b200"))
+    assert newer < older
+
+
 def test_experts_in_4_bits_on_an_a100_are_those_of_the_gpu_that_measures_their_shape() -> None:
     """An A100 has tables of 16-bit experts alone, an L40S of Marlin's in the shape of gpt-oss, which keep their ratio."""
     found = step_of("gpt-oss-20b", on="a100-80gb").operators
