@@ -90,14 +90,21 @@ EXPERT_GROUPS = (
     Group("mixtures of experts, SGLang", lambda row: row.backend == "sglang"),
     Group("mixtures of experts, TensorRT-LLM", lambda row: row.backend == "trtllm"),
 )
+APART = Group("mixtures of experts, prefill and decode apart", lambda row: row.set.endswith("prefill and decode apart"))
 
 
 def _among(group: Group, mixture: bool) -> Group:
-    """The group among mixtures of experts, or among dense models."""
-    return group._replace(holds=lambda row: bool(EXPERTS.search(row.model)) == mixture and group.holds(row))
+    """The group among mixtures of experts, or among dense models, whose engines do both prefill and decode."""
+    return group._replace(
+        holds=lambda row: bool(EXPERTS.search(row.model)) == mixture and not APART.holds(row) and group.holds(row)
+    )
 
 
-GROUPS = tuple(_among(group, False) for group in DENSE_GROUPS) + tuple(_among(group, True) for group in EXPERT_GROUPS)
+GROUPS = (
+    *(_among(group, False) for group in DENSE_GROUPS),
+    *(_among(group, True) for group in EXPERT_GROUPS),
+    APART,
+)
 
 
 def rows() -> list[ErrorRow]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from fineserve_evidence.validate.predict import predict_set
 from fineserve_sim.catalog import deployment, gpu, model, precision, with_experts, with_ranks
 from fineserve_sim.latency import StepModel, step_model_of
 
+DOCS = Path(__file__).parents[2] / "docs"
 E2E = Path(__file__).parents[3] / "shared" / "data" / "e2e"
 needs_sets = pytest.mark.skipif(not E2E.is_dir(), reason="the shared/ folder with the measured sets is absent")
 DEGREES = "tp_size,pp_size,attention_dp_size,moe_tp_size,moe_ep_size"
@@ -129,6 +131,27 @@ def test_distserve_says_its_degrees_in_its_name(tmp_path: Path) -> None:
         "TP degrees of the engines not recorded",
         "pipeline",
     ]
+
+
+def test_the_page_has_the_errors_of_the_measured_sets() -> None:
+    """The files of ``python -m docs.generate --measure``."""
+    page = " ".join((DOCS / "disaggregation.md").read_text(encoding="utf-8").split())
+    with (DOCS / "data" / "own_errors.csv").open(encoding="utf-8") as file:
+        mine = {
+            row["backend"]: row
+            for row in csv.DictReader(file)
+            if row["set"] == "aic_silicon_hopper, h200-sxm, prefill and decode apart"
+            or row["backend"].startswith("distserve-")
+        }
+    assert len(mine) == 3
+    for row, words in (
+        (mine["sglang"], "{} and {} % under SGLang ({} rows)"),
+        (mine["trtllm"], "{} and {} % under TensorRT-LLM ({} rows"),
+        (mine["distserve-c21d11"], "on A100 by {} and {} %"),
+    ):
+        tpot, ttft = (round(100 * float(row[f"{name}_median_abs"])) for name in ("tpot", "ttft"))
+        assert words.format(tpot, ttft, row["n"]) in page
+    assert f"DistServe's {int(mine['distserve-c21d11']['n']):,} requests" in page
 
 
 @pytest.mark.slow
