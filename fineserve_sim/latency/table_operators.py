@@ -35,6 +35,7 @@ from fineserve_sim.latency.tables import (
     PiecewiseLinear,
     PrefillTable,
     TableSet,
+    as_served,
     isotonic,
     match_heads,
     shipped_layers,
@@ -157,7 +158,7 @@ class TableOperators(Operators):
 
     def _product(self, dtype: str, unpacked: str | None, shape: Linear) -> TabledLinear:
         """``unpacked``: weights that become ``dtype`` within the kernel."""
-        table = GemmTable(self.tables.grids[f"gemm/{dtype}"], dtype, self.reference)
+        table = GemmTable(as_served(self.tables.grids[f"gemm/{dtype}"], dtype, self.reference), dtype, self.reference)
         kernel = self.rates.gemm
         fitted = dtype == STAND_IN
         inside = ASSUMED if fitted or unpacked else self._inside

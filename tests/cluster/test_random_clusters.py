@@ -25,7 +25,7 @@ CASES = {
     "instances": (6, {"preemptions": 20, "faults": 2}),
     "llumnix": (6, {"preemptions": 30, "faults": 5, "migrations": 10}),
     "roles": (6, {"preemptions": 30, "faults": 5, "migrations": 100}),
-    "beside": (12, {"preemptions": 5, "migrations": 50, "rejected": 5, "finished": 200}),
+    "beside": (12, {"preemptions": 5, "migrations": 10, "rejected": 5, "finished": 200}),
     "pipelines": (5, {"preemptions": 50, "faults": 5}),
     "kunserve": (7, {"preemptions": 10, "faults": 3, "drops": 3, "restores": 3}),
     "offloading": (8, {"preemptions": 10, "activations": 5, "finished": 150}),

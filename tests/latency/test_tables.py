@@ -22,6 +22,7 @@ from fineserve_sim.latency.tables import (
     PrefillTable,
     TableError,
     TableSet,
+    as_served,
     isotonic,
     load,
     match_heads,
@@ -129,7 +130,7 @@ def test_the_h200s_narrow_products_read_faster_in_an_engine(gpu_name: str, dtype
     of, grid = gpu(gpu_name), shipped(gpu_name).grids[f"gemm/{dtype}"]
     n, k = (int(grid.axes[axis][-3]) for axis in ("n", "k"))
     i, j = (int(np.flatnonzero(grid.axes[axis] == size)[0]) for axis, size in (("n", n), ("k", k)))
-    seconds = GemmTable(grid, dtype, of).raw_s(n, k, of)
+    seconds = GemmTable(as_served(grid, dtype, of), dtype, of).raw_s(n, k, of)
     read_s = n * k * (1 if dtype == "fp8" else 2) / of.memory_bytes_per_s
     computes_s = 2.0 * n * k * grid.axes["m"] / of.peak_flops_per_s("fp8" if dtype == "fp8" else "bf16")
     less_s = grid.latency_s[i, j] - seconds
@@ -143,7 +144,7 @@ def test_a_corrected_product_never_beats_the_memory() -> None:
     read_s = 4096.0 * 4096 / of.memory_bytes_per_s
     axes = {"n": np.array([4096]), "k": np.array([4096]), "m": np.array([1, 16])}
     for measured_s, corrected_s in ((1.05 * read_s, read_s), (2 * read_s, 1.9 * read_s), (0.9 * read_s, 0.9 * read_s)):
-        table = GemmTable(Grid(axes, np.full((1, 1, 2), measured_s)), "fp8", of)
+        table = GemmTable(as_served(Grid(axes, np.full((1, 1, 2), measured_s)), "fp8", of), "fp8", of)
         assert table.raw_s(4096, 4096, of)[0] == pytest.approx(corrected_s, rel=1e-3)
 
 

@@ -36,6 +36,9 @@ FITTED = ("fineserve_authors", "aegaeon", "distserve")
 CHOSEN = "reading chosen on these rows"
 """Sets by the start or the end of their names, on whose rows something was fitted or chosen (docs/fidelity.md)."""
 
+APART = "prefill and decode apart"
+"""The end of the names of sets of engines with one role, whose TTFT is another queue: too few for a class, and of no other."""
+
 IMPOSSIBLE = "Llama-3.1-8B-Instruct-FP8"
 """The model of sets whose measured prefill is faster than tensor cores can be (docs/fidelity.md, H200): counted, not learnt."""
 
@@ -51,6 +54,11 @@ class Observation(NamedTuple):
     def fitted(self) -> bool:
         """Whether something was fitted on its set."""
         return self.label.set.startswith(FITTED) or CHOSEN in self.label.set
+
+    @property
+    def counts(self) -> bool:
+        """Whether its set is of a class, and nothing was fitted on it."""
+        return not self.fitted and not self.label.set.endswith(APART)
 
 
 def observations(
@@ -90,7 +98,7 @@ def _alone_s(case: Case, steps: StepsOf) -> float:
 
 def learn(rows: Sequence[Observation]) -> list[ErrorClass]:
     """The bands of all classes of enough sets."""
-    learnt = [row for row in rows if not row.fitted and IMPOSSIBLE not in row.label.model]
+    learnt = [row for row in rows if row.counts and IMPOSSIBLE not in row.label.model]
     members: dict[Predictable, list[Observation]] = {}
     for row in learnt:
         for each in wider(row.of):
@@ -139,7 +147,7 @@ class Inside(NamedTuple):
 
 def left_out(rows: Sequence[Observation]) -> list[Inside]:
     """Every row of sets that nothing was fitted on, beside the band that all other sets give it."""
-    counted = [row for row in rows if not row.fitted]
+    counted = [row for row in rows if row.counts]
     found = []
     for label in dict.fromkeys(row.label for row in counted):
         classes = learn([row for row in counted if row.label != label])

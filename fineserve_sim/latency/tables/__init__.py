@@ -1,7 +1,7 @@
 """Measured latency tables: the file that carries them, and interpolation over them."""
 
 from fineserve_sim.latency.tables.attention import DecodeTable, HeadMatch, PiecewiseLinear, PrefillTable, match_heads
-from fineserve_sim.latency.tables.curves import GemmTable, Line, gemm_roofline_s, isotonic, slower_memory
+from fineserve_sim.latency.tables.curves import GemmTable, Line, as_served, gemm_roofline_s, isotonic, slower_memory
 from fineserve_sim.latency.tables.grids import (
     AXES,
     DENSE_ALONE,
@@ -29,6 +29,7 @@ __all__ = [
     "PrefillTable",
     "TableError",
     "TableSet",
+    "as_served",
     "gemm_roofline_s",
     "isotonic",
     "load",

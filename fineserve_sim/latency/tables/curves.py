@@ -68,12 +68,16 @@ def _moved_bytes(dtype: str, m: Floats, n: Floats | float, k: Floats | float) ->
     return n * k * WEIGHT_BYTES[dtype] + m * k * INPUT_BYTES[dtype] + m * n * OUTPUT_BYTES
 
 
-def _as_served(seconds: Floats, gpu: GpuSpec, dtype: str, m: Floats, n: Floats, k: Floats) -> Floats:
-    """Seconds of profiled products as ``SLOWER_ALONE`` corrects them: never below the time to read the weights."""
+def as_served(grid: Grid, dtype: str, gpu: GpuSpec) -> Grid:
+    """Profiled products of a GPU as ``SLOWER_ALONE`` corrects them: never below the time to read the weights."""
+    part = SLOWER_ALONE.get((gpu.name, dtype))
+    if part is None:
+        return grid
+    n, k, m = np.meshgrid(*(grid.axes[axis].astype(float) for axis in ("n", "k", "m")), indexing="ij")
     read_s = n * k * WEIGHT_BYTES[dtype] / gpu.memory_bytes_per_s
     compute_s = 2.0 * m * n * k / gpu.peak_flops_per_s(PEAK[dtype])
-    excess_s = SLOWER_ALONE.get((gpu.name, dtype), 0.0) * np.maximum(read_s - compute_s, 0.0)
-    return np.maximum(seconds - excess_s, np.minimum(seconds, read_s))
+    served_s = grid.latency_s - part * np.maximum(read_s - compute_s, 0.0)
+    return Grid(grid.axes, np.maximum(served_s, np.minimum(grid.latency_s, read_s)))
 
 
 def slower_memory(gpu: GpuSpec, reference: GpuSpec) -> bool:
@@ -145,11 +149,10 @@ class GemmTable:
         self.dtype, self._n, self._k, self._reference = dtype, grid.axes["n"], grid.axes["k"], reference
         self.m: Floats = grid.axes["m"].astype(np.float64)
         n, k, m = np.meshgrid(self._n.astype(float), self._k.astype(float), self.m, indexing="ij")
-        latency_s = _as_served(grid.latency_s, reference, dtype, m, n, k)
-        self._launch_s = float(np.nanmin(latency_s))
+        self._launch_s = float(np.nanmin(grid.latency_s))
         ideal_s = self._launch_s + gemm_roofline_s(reference, dtype, m, n, k)
-        self._log_ratio = _filled(np.log(latency_s / ideal_s), self._n)
-        rate = _moved_bytes(dtype, m, n, k) / latency_s / reference.memory_bytes_per_s
+        self._log_ratio = _filled(np.log(grid.latency_s / ideal_s), self._n)
+        rate = _moved_bytes(dtype, m, n, k) / grid.latency_s / reference.memory_bytes_per_s
         large = n * k * WEIGHT_BYTES[dtype] >= BEYOND_CACHE_BYTES
         self.reached = min(float(np.nanmax(rate[large], initial=0.0)), 1.0) or 1.0
         """The largest part of the reference's memory rate at which weights were read."""
