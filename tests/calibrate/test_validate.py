@@ -757,7 +757,7 @@ def test_mixtures_of_experts_under_vllm() -> None:
 @pytest.mark.slow
 @needs_sets
 def test_70b_in_fp8_on_an_h200_by_its_own_tables() -> None:
-    """TPOT within 5 % at each TP under vLLM, on the rows that nothing was fitted to."""
+    """TPOT within 5 % at each TP under vLLM, on the rows that nothing was fitted to; docs/fidelity.md has the figures."""
     found = read_set(E2E / KNOWN_FILES[1], own_tables)
     wanted = ("aic_silicon_hopper, h200-sxm", "vllm", "meta-llama/Llama-3.1-70B")
     mine = [one for one in found.cases if one.label[:3] == wanted]
@@ -765,7 +765,9 @@ def test_70b_in_fp8_on_an_h200_by_its_own_tables() -> None:
     for one in predict_set(replace(found, cases=tuple(mine)), own_tables):
         errors[one.case.label.tp].append(abs(one.tpot_s[0] / one.case.tpot_s[0] - 1))
     medians = {tp: round(100 * float(np.median(of)), 1) for tp, of in errors.items()}
-    assert medians == {1: 2.3, 2: 2.2, 4: 1.9, 8: 2.1}
+    assert max(medians.values()) < 5
+    page = " ".join((Path(__file__).parents[2] / "docs" / "fidelity.md").read_text(encoding="utf-8").split())
+    assert f"and is by {', '.join(map(str, medians.values()))} %; on TensorRT-LLM's" in page
     assert all(len(of) > 5 for of in errors.values())
 
 

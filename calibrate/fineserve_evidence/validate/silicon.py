@@ -184,7 +184,7 @@ def _spread(served: ModelSpec, row: dict[Any, Any]) -> ModelSpec:
 
 
 def _serving(row: dict[Any, Any]) -> Serving:
-    """The engine of the row's degrees, or of those of one role."""
+    """The engine that the row's degrees describe; the caller puts the degrees of one role there."""
     if row["pp_size"] > 1:
         raise UnsupportedRow("pipeline")
     if row["backend"] not in DEPLOYMENTS:

@@ -54,7 +54,7 @@ def compose_roles(scenario: Scenario, placed: Placed) -> Parts:
 
 
 def _role_model(id: str, seats: list[Seat], spec: DisaggregatedSpec) -> RoleModel:
-    """The model with these seats; those that hold no sequence get no requests."""
+    """The model with these seats. Seats that hold no sequence get no requests."""
     able = [seat for seat in seats if seat.able]
     prefill = len(able) if len(able) < 2 else split_of(len(able), spec.prefill, spec.decode)
     engines = [

@@ -119,7 +119,7 @@ class ModelFleet(Fleet):
         cluster.carry_out(commands, now)
 
     def _free_bytes(self) -> dict[int, int]:
-        """By GPU, the bytes that another engine could take now, those of sleepers among them: they would end. Exact where
+        """By GPU, the bytes that another engine could take now, with the bytes of sleepers, which would end. Exact where
         serving engines are settled."""
         serving = {id: self._residents[id].gpus for id in sorted(self._cluster.active)}
         free_bytes = self._memory.free_bytes(serving)

@@ -131,7 +131,7 @@ class Sleepers:
         return ended
 
     def _keep_in_host(self, sleeper: Sleeper) -> None:
-        """Keep the weights in host memory, if they fit there once those of longer sleepers are discarded."""
+        """Keep the weights in host memory, if they fit. Weights of engines that slept longer are discarded for them."""
         if sleeper.weight_bytes > self.host_bytes:
             return
         self._in_host.add(sleeper.engine)
@@ -155,7 +155,7 @@ class Sleepers:
         """Raise AssertionError if host memory or a GPU has more than it may, or a model sleeps twice in one place."""
         places = {sleeper.place for sleeper in self._asleep.values()}
         assert len(places) == len(self._asleep), "a model sleeps twice in one place"
-        assert self._in_host <= self._asleep.keys(), "weights of nobody are in host memory"
+        assert self._in_host <= self._asleep.keys(), "host memory keeps weights of an engine that is not asleep"
         for gpu, node in self._node_of.items():
             kept_bytes = sum(sleeper.weight_bytes for sleeper in self._host_of(node))
             assert kept_bytes <= self.host_bytes, f"node {node} keeps {kept_bytes} of {self.host_bytes} bytes"

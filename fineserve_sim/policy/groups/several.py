@@ -30,7 +30,7 @@ class RoleModel:
 
 class RolesController(Controller):
     """Dispatches prompts among the engines that prefill, by a policy of each model that ``dispatch`` makes. A prefilled request
-    goes to the engine with the most free KV memory among those that decode."""
+    goes to the engine of role *decode* with the most free KV memory."""
 
     stays = "engines with roles stay, and queue their requests themselves"
     needs_loads = True
